@@ -20,6 +20,7 @@
 #PBS -l select=1:ncpus=2:mpiprocs=1
 #PBS -l walltime=02:00:00
 #PBS -j oe
+#PBS -k oed
 set -euo pipefail
 
 # Slurm and PBS run a copy of this script. launch/lib/trust.sh says which functions it may run.

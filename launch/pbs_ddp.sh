@@ -5,16 +5,19 @@
 #        echo "$PWD/launch/pbs_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]..." |
 #            qsub [QSUB OPTION]...
 #
-#   qsub -l select=4:ncpus=24:ngpus=4:mpiprocs=4 launch/pbs_ddp.sh
-#   echo "$PWD/launch/pbs_ddp.sh train_ddp --epochs 3" | qsub -l select=2:ncpus=2:mpiprocs=2
+#   qsub -l select=4:ncpus=24:ngpus=4:mpiprocs=4:mem=100gb launch/pbs_ddp.sh
+#   echo "$PWD/launch/pbs_ddp.sh train_ddp --epochs 3" | qsub -l select=2:ncpus=2:mpiprocs=2 -l place=scatter
 #   HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=~/my-venv qsub -V launch/pbs_ddp.sh
 #
+# With place=scatter each chunk of the select line is on a node of its own; otherwise PBS may put two on one.
 # mpirun is the host's Open MPI. If it was built without PBS support, it reaches the other nodes over ssh.
 #
 #PBS -N hpctrain
 #PBS -l select=2:ncpus=2:mpiprocs=2
+#PBS -l place=scatter
 #PBS -l walltime=00:30:00
 #PBS -j oe
+#PBS -k oed
 set -euo pipefail
 
 # Slurm and PBS run a copy of this script. launch/lib/trust.sh says which functions it may run.

@@ -158,50 +158,6 @@ check_cpus() {
     fi
 }
 
-# A PBS job. PBS_NODEFILE names each host once per slot (mpiprocs of the select line).
-read_pbs_job() {
-    local slots
-    if [[ -n ${PBS_NODEFILE:-} ]]; then
-        # PBS starts it in the home. In the shell of qsub -I the user is where he wants to be.
-        [[ ${PBS_ENVIRONMENT:-} != PBS_BATCH ]] || cd "${PBS_O_WORKDIR:?}" 2>/dev/null ||
-            die "$PBS_O_WORKDIR, where you submitted, is not on $(hostname):" \
-                'submit from a folder that all nodes share'
-        [[ -r $PBS_NODEFILE ]] ||
-            die "$PBS_NODEFILE, the PBS_NODEFILE of this job, cannot be read on $(hostname):" \
-                "run this on its first node"
-        JOB=${PBS_JOBID%%.*}
-        mapfile -t HOSTS < <(awk '!seen[$1]++ { print $1 }' "$PBS_NODEFILE")
-        ((${#HOSTS[@]})) || die "$PBS_NODEFILE, the PBS_NODEFILE of this job, names no nodes: submit it again"
-        mapfile -t slots < <(sort "$PBS_NODEFILE" | uniq -c | awk '{ print $1 }' | sort -u)
-        ((${#slots[@]} == 1)) ||
-            die "PBS gave $(counted ${#HOSTS[@]} node) $(grep -c . "$PBS_NODEFILE") slots," \
-                "not the same number each: give select=N:mpiprocs=M (or nodes=N:ppn=M)"
-        TASKS=${slots[0]}
-    elif [[ -n ${OPTION[dry-run]:-} ]]; then
-        fake_allocation PBS select mpiprocs
-    else
-        die "this is not a PBS job: submit it with qsub launch/$SCRIPT, or run it inside qsub -I"
-    fi
-    TASKS_OPTION=mpiprocs
-    count_pbs_cpus
-    GPUS=$(visible_gpus)
-    load_site
-    export_job_env
-    open_control
-}
-
-# count_pbs_cpus: fill THREADS. PBS sets OMP_NUM_THREADS and NCPUS to the CPUs of all the slots of a node.
-count_pbs_cpus() {
-    local granted
-    granted=$(pbs_field Resource_List.ncpus)
-    THREADS=${NCPUS:-1}
-    [[ $granted =~ ^[1-9][0-9]{0,8}$ ]] || return 0
-    granted=$((granted / ${#HOSTS[@]}))
-    THREADS=$((granted / TASKS > 0 ? granted / TASKS : 1))
-    [[ ${OMP_NUM_THREADS:-} != "${NCPUS:-}" ]] || unset OMP_NUM_THREADS
-    check_cpus "$granted" 'ncpus of the select line'
-}
-
 # This machine alone: HPCTRAIN_TASKS ranks; by default one per GPU, or one.
 make_local_job() {
     JOB=$$

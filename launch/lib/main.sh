@@ -63,6 +63,8 @@ source "$ROOT/launch/lib/control.sh"
 source "$ROOT/launch/lib/site.sh"
 # shellcheck source=launch/lib/job.sh
 source "$ROOT/launch/lib/job.sh"
+# shellcheck source=launch/lib/pbs.sh
+source "$ROOT/launch/lib/pbs.sh"
 # shellcheck source=launch/lib/digest.sh
 source "$ROOT/launch/lib/digest.sh"
 # shellcheck source=launch/lib/runtime.sh

@@ -50,8 +50,7 @@ read_pbs_fields() {
     (
         trap 'kill $!; exit' TERM
         sleep $((WALLTIME > 120 ? WALLTIME - 120 : 0)) &
-        wait $!
-        kill -USR1 $$
+        wait $! && kill -USR1 $$ # qdel ends sleep first
     ) </dev/null >/dev/null 2>&1 &
     TIMER=$!
     CLEAN_UP+=(end_timer)
@@ -64,7 +63,7 @@ end_timer() {
 # request_stop [TERM]: the trap for USR1 (sbatch --signal) and TERM (end of the walltime, qdel, end by Slurm)
 request_stop() {
     local start end limit left
-    [[ -z $STOPPING ]] || return 0
+    [[ -z $STOPPING ]] || is_qdel "${1:-}" || return 0
     STOPPING=${1:-USR1} STOP_AT=$SECONDS
     # The ranks have read it, and this script may be killed before it cleans up.
     [[ $STOPPING != TERM || -z ${HPCTRAIN_ENVIRONMENT:-} ]] || rm -rf "$HPCTRAIN_ENVIRONMENT"
@@ -84,6 +83,12 @@ request_stop() {
         KILL_AT=$((STOP_AT + (left - STOP_AT + SECONDS) * 2 / 3))
     fi
     ask_to_stop
+}
+
+# is_qdel SIGNAL: whether a signal after USR1 deletes a PBS job, and is not that of the end of the walltime
+is_qdel() {
+    [[ -z ${SLURM_JOB_ID:-} && $STOPPING == USR1 && $1 == TERM ]] &&
+        ((SECONDS + 5 < ${WALLTIME:-1000000000}))
 }
 
 ask_to_stop() {
@@ -256,6 +261,7 @@ is_current() {
 conclude() {
     local status=$1 restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}} option='' stopped='' node=''
     trap '' USR1 TERM # a requeue ends this script
+    [[ -n ${SLURM_JOB_ID:-} ]] || trap 'STOPPING=TERM' TERM # qdel ends the job that is submitted again, too
     { read -r option <"$HPCTRAIN_CONTROL/saved"; } 2>/dev/null || true
     ! has_waited_in_vain || status=0 # all ranks have ended so
     if has_stopped; then
@@ -358,7 +364,6 @@ longer_wait() {
 # requeue WHY RESTARTS OPTION LATER NODE: have the scheduler start the job again, in LATER seconds or more.
 # OPTION resumes the run. NODE may be at fault.
 requeue() {
-    local number
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         say "$1: requeuing the job$( (($4 == 0)) || echo ", to start in $4 s or later")"
         scontrol requeue "$(job_id)" || {
@@ -368,50 +373,9 @@ requeue() {
         (($4)) || return 0
         scontrol update JobId="$(job_id)" StartTime="now+${4}seconds" || true
         [[ -z $5 ]] || say "if $5 is at fault, leave it out: scontrol update JobId=$(job_id) ExcNodeList=$5"
-    elif number=$(submit_again "$2" "$3" "$4"); then
-        say "$1: job $number continues the run"
     else
-        say "$1: $(how_to_resume "$3")"
+        continue_in_another_job "$1" "$2" "$3" "$4"
     fi
-}
-
-# submit_again RESTARTS OPTION LATER: submit another PBS job, which continues the run after this one, in LATER
-# seconds or more; print its number. PBS lets only operators requeue a running job. Not after TERM: the user
-# may have deleted the job.
-submit_again() {
-    local name names=HPCTRAIN_RESTARTS options=(-j oe -W "depend=afterany:$PBS_JOBID")
-    [[ $STOPPING != TERM && $PBS_JOBID != *'['* ]] && command -v qsub >/dev/null || return 1
-    set_qsub_options || return 1
-    (($3 == 0)) || options+=(-a "$(date -d "+$3 seconds" +%Y%m%d%H%M.%S)")
-    # The variables that the user gave qsub. Their values may hold commas, and -v takes them from here.
-    while read -r name; do
-        [[ ! -v $name ]] || names+=,$name
-    done < <(pbs_field Variable_List | tr , '\n' | sed -n '/^PBS_/d;s/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p')
-    HPCTRAIN_RESTARTS=$(($1 + 1)) qsub "${options[@]}" "${QSUB_OPTIONS[@]}" -v "$names" \
-        <<<"exec $(words_to_resume "$2")"
-}
-
-# set_qsub_options: fill QSUB_OPTIONS with those of a job like this one. Fails where PBS does not tell.
-set_qsub_options() {
-    local name value
-    QSUB_OPTIONS=()
-    for name in select walltime place filesystems; do
-        value=$(pbs_field "Resource_List.$name")
-        [[ -z $value ]] || QSUB_OPTIONS+=(-l "$name=$value")
-    done
-    [[ ${QSUB_OPTIONS[1]:-} == select=* ]] || return 1
-    for name in '-N Job_Name' '-A Account_Name' '-P project' '-m Mail_Points' '-M Mail_Users'; do
-        value=$(pbs_field "${name#* }")
-        [[ -z $value || $value == _pbs_project_default ]] || QSUB_OPTIONS+=("${name% *}" "$value")
-    done
-    value=$(pbs_field group_list)
-    [[ -z $value ]] || QSUB_OPTIONS+=(-W "group_list=$value")
-    [[ -z ${PBS_O_QUEUE:-} ]] || QSUB_OPTIONS+=(-q "$PBS_O_QUEUE")
-}
-
-# pbs_field NAME: print this field of qstat -f, which folds long lines
-pbs_field() {
-    qstat -f "${PBS_JOBID:-}" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g' | sed -n "s/^ *$1 = //p" || true
 }
 
 # nodes_left: print the nodes of the job, without those that failed and that Slurm has taken from it

@@ -141,7 +141,7 @@ def smaller_jobs(cluster, few_examples):
     changes = {
         "\n#SBATCH --ntasks-per-node=2\n": "\n#SBATCH --ntasks-per-node=1\n",
         # qsub passes no variables on
-        "\n#PBS -j oe\n": "\n#PBS -j oe\n"
+        "\n#PBS -k oed\n": "\n#PBS -k oed\n"
         + "".join(f"export {name}={value}\n" for name, value in few_examples.items()),
     }
     scripts = {path: path.read_text() for path in cluster.host_path(HOME).glob("launch/*.sh")}

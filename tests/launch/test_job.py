@@ -272,7 +272,7 @@ def test_nodes_of_pbs_with_unlike_numbers_of_slots_are_refused(shell, nodes):
     pbs = {"PBS_JOBID": "17", "PBS_NODEFILE": f"{shell.top}/nodes"}
     done = shell(LAUNCH / "pbs_ddp.sh", "check", **pbs)
     slots = len(nodes.split())
-    assert_refused(done, f"2 nodes {slots} slots", "select=N:")
+    assert_refused(done, f"2 nodes {slots} slots", "select=N:", "place=scatter")
 
 
 def test_a_script_that_mpirun_starts_several_times_is_refused(shell):
@@ -362,6 +362,21 @@ def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
         assert done.returncode == 0 and done.stderr == "", done.stderr
         ports |= set(re.findall(r"export MASTER_PORT=(\d+)", done.stdout))
     assert len(ports) == 3
+
+
+@pytest.mark.parametrize(("conf", "threads"), [("PBS_EXEC={}/pbs\n", 4), ("", 3)])
+def test_a_pbs_job_without_a_login_shell(programs, tmp_path, conf, threads):
+    """A job of qsub -- SCRIPT has no /etc/profile.d/pbs.sh, so qstat was not found, and two tasks had two
+    threads each on two CPUs. PBS's OMP_NUM_THREADS is for all the slots of a chunk.
+    """
+    (tmp_path / "pbs.conf").write_text(conf.format(tmp_path))
+    (tmp_path / "pbs/bin").mkdir(parents=True)
+    helpers.put(tmp_path / "pbs/bin", qstat="echo '    Resource_List.ncpus = 16'")
+    env = {name: value.format(tmp_path) for name, value in IN_PBS.items()} | {"NCPUS": "6"}
+    env |= {"OMP_NUM_THREADS": "6", "PBS_CONF_FILE": f"{tmp_path}/pbs.conf"}
+    done = dry_run("pbs_ddp.sh", programs | env)
+    assert f"2 nodes x 2 tasks x {threads} threads" in done.stdout, done
+    assert f"export OMP_NUM_THREADS={threads}\n" in done.stdout, done
 
 
 # ---- this machine alone ----

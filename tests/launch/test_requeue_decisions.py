@@ -299,60 +299,132 @@ def test_every_other_node_watches_the_first_one(shown, tmp_path, restarts, nodes
 QSTAT = """Job Id: 17.srv
     Job_Name = hpctrain
     job_state = R
-    run_count = 3
+    queue = workq
     Account_Name = st-pi-1
+    Join_Path = oe
+    Keep_Files = oed
     Mail_Points = abe
     Mail_Users = alice@example.org
+    Output_Path = n1:{folder}/hpctrain.o17
+    Priority = 0
+    Rerunable = False
     Resource_List.filesystems = home:eagle
-    Resource_List.select = 2:ncpus=2:mpiprocs=2
-    Resource_List.walltime = {}
-    Variable_List = PBS_O_HOME=/home/alice,PBS_O_QUEUE=workq,HPCTRAIN_IMAGE=/a,
-\t_long_name,HPCTRAIN_ROOT=/b,WORD=two, words
+    Resource_List.mem = 2gb
+    Resource_List.ncpus = 4
+    Resource_List.nodect = 2
+    Resource_List.place = scatter
+    Resource_List.select = 2:ncpus=2:mpiprocs=2:mem=1gb
+    Resource_List.walltime = {limit}
+    Variable_List = PBS_O_HOME=/home/alice,PBS_O_QUEUE=workq,WORD=two,LINES=one
+two,HPCTRAIN_IMAGE=/a,
+\t_long_name,HPCTRAIN_ROOT=/b
     group_list = st-pi
+    umask = 22
+    run_count = 3
     project = _pbs_project_default
 """
 MPIRUN = """[[ $1 != --version ]] || { echo 'mpirun (Open MPI) 5.0.7' && exit; }
 echo '--resume runs/x' >"$HPCTRAIN_CONTROL/saved"
-[[ $WORD != fault ]] || exit 137
+[[ $FAULT != yes ]] || exit 137
 [[ $HPCTRAIN_PBS_RERUNS == 2 ]] || exit 1
 echo trains >&2
 for ((i = 0; i < 300; i++)); do
     [[ ! -e $HPCTRAIN_CONTROL/stop ]] || { sleep 2 && touch "$HPCTRAIN_CONTROL/stopped" && exit; }
     sleep 0.1
 done"""
+OPTIONS = (
+    "-N hpctrain -A st-pi-1 -j oe -k oed -m abe -M alice@example.org -r n -l filesystems=home:eagle "
+    "-l place=scatter -l select=2:ncpus=2:mpiprocs=2:mem=1gb -l walltime={} -W group_list=st-pi -W umask=22 "
+    "-q workq"
+)
+VALUES = {"LINES": "one\ntwo", "JSON": '{"a": [1, 2]}', "QUOTE": "it's, $HOME", "BACK": "a\\b\\", "EMPTY": ""}
+OF_THIS_JOB = {"NCPUS": "2", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "1", "DISK": "/tmp/pbs.17.srv"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["walltime", "fault", "fault again", "qdel", "walltime unknown", "no qsub"])
-def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
-    """With programs of PBS that only print and record; no PBS was at hand."""
-    limit = {"walltime": "00:00:16", "walltime unknown": "unlimited"}.get(case, "00:30:00")
-    (tmp_path / "shown").write_text(QSTAT.format(limit))
-    put(tmp_path, mpirun=MPIRUN, qstat=f"[[ $1 == -f && $2 == 17.srv ]] && cat {tmp_path}/shown")
-    if case != "no qsub":
-        record = f'printf "%s\\n" "$@" "$(cat)" "$HPCTRAIN_RESTARTS" >{tmp_path}/asked'
-        put(tmp_path, qsub=f"{record}\necho 18.srv")
-    is_fault = case.startswith("fault") or case == "no qsub"
-    env = programs | {"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "17.srv", "PBS_O_QUEUE": "workq"}
-    env |= {"PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": f"{tmp_path}/nodes", "WORD": "fault" * is_fault}
-    env |= {"HPCTRAIN_RESTARTS": "10"} if case == "fault again" else {}
-    script = [LAUNCH / "pbs_ddp.sh", "train_ddp", "--out", "a b"]
-    with subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        if case in ("qdel", "walltime unknown"):
+@pytest.fixture
+def pbs(programs, tmp_path):
+    """A function that starts a job of PBS, whose commands print and record as those of OpenPBS 23.06 do."""
+
+    def start(limit="00:30:00", number="17.srv", qsub="echo 18.srv", **env):
+        (tmp_path / "shown").write_text(QSTAT.format(limit=limit, folder=tmp_path))
+        shown = f"[[ $1 == -f ]] && cat {tmp_path}/shown"
+        put(tmp_path, mpirun=MPIRUN, qstat=f"echo qstat >>{tmp_path}/asked; {shown}")
+        for name, more in {"qalter": "", "qdel": "", "qsub": f"\ncat >{tmp_path}/script\n{qsub}"}.items():
+            put(tmp_path, **{name: f'echo {name} "$@" >>{tmp_path}/asked{more}'})
+        env = programs | {"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": number, "PBS_O_QUEUE": "workq"} | env
+        env |= {"PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": f"{tmp_path}/nodes"}
+        script = [LAUNCH / "pbs_ddp.sh", "train_ddp", "--out", "a b"]
+        return subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+RESUMED = f"{QUOTED}/pbs_ddp.sh train_ddp --out a\\ b --resume runs/x"
+
+
+def how_it_ended(job, tmp_path, term=False):
+    """The last line of a job's log, and what PBS was asked for."""
+    with job:
+        if term:
             assert job.stderr.readline() == "trains\n"
             job.terminate()
         said = job.stdout.read().splitlines()[-1]
-    resumed = f"{QUOTED}/pbs_ddp.sh train_ddp --out a\\ b --resume runs/x"
-    options = f"-l select=2:ncpus=2:mpiprocs=2 -l walltime={limit} -l filesystems=home:eagle -N hpctrain "
-    options += "-A st-pi-1 -m abe -M alice@example.org -W group_list=st-pi -q workq"
-    if case in ("walltime", "fault"):
-        assert "18.srv" in said and ("restart 1 of at most 10" in said) == is_fault, said
-        assert (tmp_path / "asked").read_text().splitlines() == [
-            *f"-j oe -W depend=afterany:17.srv {options}".split(),
-            *("-v", "HPCTRAIN_RESTARTS,HPCTRAIN_IMAGE,HPCTRAIN_ROOT,WORD", f"exec {resumed}", "1"),
-        ]
+    return said, (tmp_path / "asked").read_text().splitlines()
+
+
+def test_a_pbs_job_goes_on_in_another_one_with_all_that_the_user_has_exported(pbs, tmp_path):
+    """qsub -v refuses a quotation mark, and changes others; names after a line break were lost with qstat."""
+    said, asked = how_it_ended(pbs(FAULT="yes", **VALUES | OF_THIS_JOB), tmp_path)
+    assert said.endswith(": job 18.srv continues the run") and "restart 1 of at most 10" in said, said
+    options = f"-S /bin/bash -W depend=afterany:17.srv {OPTIONS.format('00:30:00')}"
+    # One job at a time: PBS does not start this one again. A slow server is asked once.
+    assert asked == ["qstat", "qalter -r n 17.srv", f"qsub {options}"]
+    script = (tmp_path / "script").read_text()
+    assert script.endswith(f"exec {RESUMED}\n") and not script.startswith("#")
+    new = bash(script.replace("exec ", "exec env -0 #"), env={})
+    variables = dict(item.split("=", 1) for item in new.stdout.split("\0")[:-1])
+    assert variables.items() >= (VALUES | {"HPCTRAIN_RESTARTS": "1", "FAULT": "yes"}).items()
+    assert not [name for name in variables if name in OF_THIS_JOB or name.startswith("PBS_")], variables
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"HPCTRAIN_RESTARTS": "10"}, "HPCTRAIN_REQUEUES"),
+        ({"qsub": "echo qsub: Bad UID for job execution >&2; exit 175"}, "Bad UID for job execution"),
+        ({"number": "17[3].srv"}, ""),
+    ],
+)
+def test_a_pbs_job_that_cannot_go_on_says_how(pbs, tmp_path, settings, reason):
+    said, _ = how_it_ended(pbs(FAULT="yes", **settings), tmp_path)
+    assert reason in said and "qsub: " not in said.replace(f"qsub: {reason}", "")
+    assert said.endswith(f"echo {shlex.quote(RESUMED)} | qsub {OPTIONS.format('00:30:00')}"), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["walltime", "qdel", "qdel after USR1", "walltime unknown"])
+def test_a_pbs_job_goes_on_after_its_walltime_and_not_after_qdel(pbs, tmp_path, case):
+    """In the last two minutes qdel was taken for the end of the walltime, and another job went on."""
+    limit = {"qdel": "00:30:00", "walltime unknown": "unlimited"}.get(case, "00:00:16")
+    said, asked = how_it_ended(pbs(limit), tmp_path, term=case != "walltime")
+    if case == "walltime":
+        assert said.endswith(": job 18.srv continues the run") and asked[-1].startswith("qsub "), said
     else:
-        assert said.endswith(f"echo {shlex.quote(resumed)} | qsub {options}"), said
-        assert ("HPCTRAIN_REQUEUES" in said) == (case == "fault again")
-        assert not (tmp_path / "asked").exists()
-    assert job.returncode == (137 if is_fault else 75)
+        assert "unless qstat shows that it goes on, continue with echo " in said and asked == ["qstat"], said
+
+
+def test_qdel_is_not_taken_for_the_end_of_the_walltime():
+    """PBS ends the children first, so the sleep of the timer before the timer."""
+    order = "$(cat /proc/$TIMER/task/$TIMER/children) $TIMER $$"
+    done = library(f"""QSTAT='    Resource_List.walltime = 01:00:00'
+        trap 'echo USR1' USR1; trap 'echo TERM' TERM; read_pbs_fields; sleep 0.1
+        for process in {order}; do kill -TERM $process 2>/dev/null || :; sleep 0.02; done""")
+    assert done.stdout == "TERM\n", done
+
+
+@pytest.mark.slow
+def test_qdel_while_another_job_is_submitted_deletes_that_one(pbs, tmp_path):
+    """PBS sends SIGTERM to every process of the session."""
+    session = "kill -TERM $PPID $(awk '/^PPid/ { print $2 }' /proc/$PPID/status)"
+    said, asked = how_it_ended(pbs(FAULT="yes", qsub=f"{session}; sleep 0.2; echo 18.srv"), tmp_path)
+    assert asked[-1] == "qdel 18.srv" and "continue with echo " in said, said
