@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # documented names
 
-from hpctrain.distributed.lazy_imports import postpone_compiler
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, print_error
 from hpctrain.text import first_line, reason
@@ -51,7 +50,6 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
     tensors of the CPU, too, by gloo. HpctrainError names the ranks that do not join within JOIN_TIMEOUT.
     """
     if world.size == 1:
-        postpone_compiler()
         yield
         return
     backend = ("cpu:gloo,cuda:nccl" if cpu_tensors else "nccl") if device.type == "cuda" else "gloo"
@@ -73,7 +71,6 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
             "give each rank a GPU of its own (--gpus-per-node as large as --ntasks-per-node), "
             "and set NCCL_DEBUG=WARN to see more"
         ) from error
-    postpone_compiler()
     ends_at_once = False
     try:
         yield
