@@ -7,7 +7,8 @@ import pytest
 
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.errors import UsageError
-from hpctrain.parser import did_you_mean
+from hpctrain.parser import did_you_mean, trainer_parser
+from hpctrain.run.options import RunOptions
 
 
 @pytest.mark.slow
@@ -75,6 +76,15 @@ def test_an_option_has_to_be_written_out():
     assert " plot" in did_you_mean("polt", COMMANDS)
     assert did_you_mean("--port", ["--out", "--kernel"]) == ""
     assert did_you_mean("--lora", ["--lora-rank", "--lora-from"]) == ""
+
+
+def test_a_tilde_is_the_home(monkeypatch):
+    """bash leaves it in --out=~/x. A folder named ~ appeared in the current one."""
+    monkeypatch.setenv("HOME", "/home/me")
+    args = trainer_parser("x", "x").parse_args(["--out=~/a=b", "--resume=x~/y"])
+    assert (str(args.out), str(args.resume)) == ("/home/me/a=b", "x~/y")
+    options = RunOptions(out="~/x", resume="~/y")
+    assert (str(options.choose_folder("z")), str(options.source)) == ("/home/me/x", "/home/me/y")
 
 
 def test_the_options_of_fine_tuning_are_grouped():

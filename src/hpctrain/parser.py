@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,12 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         """Parse the command line. Raises UsageError; for an unknown option, it names the most similar one."""
+        # bash expands ~ at the beginning of a word only, and not in --out=~/runs.
+        args = [
+            f"{name}={Path(value).expanduser()}" if equals and value.startswith("~/") else word
+            for word in (sys.argv[1:] if args is None else args)
+            for name, equals, value in [word.partition("=")]
+        ]
         # Otherwise argparse takes no positional argument of nargs "*" or "+" after an option.
         many = any(action.nargs in ("*", "+") and not action.option_strings for action in self._actions)
         found, unknown = (self.parse_known_intermixed_args if many else self.parse_known_args)(

@@ -88,11 +88,11 @@ class RunOptions:
     @property
     def source(self) -> Path | None:
         """The run folder in `resume`; None without one, and for "auto"."""
-        return None if self.is_auto or self.resume is None else Path(self.resume)
+        return None if self.is_auto or self.resume is None else Path(self.resume).expanduser()
 
     def choose_folder(self, name: str) -> Path:
         """The folder of a run of this name: `out`, the one in `resume`, or runs/NAME/<job id>."""
-        return Path(self.out or self.source or Path("runs") / name / job_id())
+        return Path(self.out or self.source or Path("runs") / name / job_id()).expanduser()
 
     def list_all(self) -> dict[str, Any]:
         """All options by name, as config.json has them."""
