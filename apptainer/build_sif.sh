@@ -110,7 +110,7 @@ if [[ $from == image && -f $record && -w build ]]; then
 fi
 # What launch/lib/digest.sh reads, so that no job has to hash the SIF: its digest, size and time of change.
 sha256=$(sha256sum <"$work/image.sif" | cut -d ' ' -f 1)
-printf 'sha256:%s %s\n' "$sha256" "$(stat -c '%s %.9Y' "$work/image.sif")" >"$work/digest"
+printf 'sha256:%s %s\n' "$sha256" "$(LC_ALL=C stat -c '%s %.9Y' "$work/image.sif")" >"$work/digest"
 mv "$work/image.sif" "$output"
 mv "$work/digest" "$output.digest"
 echo "build: made $output ($(du -h --apparent-size "$output" | cut -f1))"

@@ -1,6 +1,7 @@
 # Functions of the scripts that build images, here and in apptainer/. Sourced from the repository's root,
 # never run.
 # shellcheck shell=bash
+export LC_ALL=C # image_tool looks for messages in English
 # shellcheck source=containers/install/step_functions.sh
 source containers/install/step_functions.sh
 

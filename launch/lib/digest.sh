@@ -7,11 +7,16 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # DIGEST and DIGEST_PENDING are read by main.sh
 
+# stamp_of SIF: print its size and time of modification. A locale may have a decimal comma.
+stamp_of() {
+    LC_ALL=C stat -c '%s %.9Y' "$1"
+}
+
 # find_digest SIF: set DIGEST from a record, or else DIGEST_PENDING
 find_digest() {
     local sif digest='' of=''
     sif=$(realpath "$1")
-    DIGEST_STAMP=$(stat -c '%s %.9Y' "$sif")
+    DIGEST_STAMP=$(stamp_of "$sif")
     DIGEST_FILE=$HPCTRAIN_CACHE/digests/${sif##*/}
     DIGEST_FILE+=.$(printf '%s %s' "$sif" "$DIGEST_STAMP" | sha256sum | cut -c -16)
     # Both may be in a folder such as /tmp, where anybody can add a file, but nobody can replace another's.
@@ -57,7 +62,7 @@ hash_and_record() {
     done
     digest=sha256:${digest#\\} # which sha256sum prints where the name of the file has one
     # Not if the SIF could not be read, or was replaced since find_digest.
-    [[ $digest =~ ^sha256:[0-9a-f]{64}$ && $(stat -c '%s %.9Y' "$sif") == "$DIGEST_STAMP" ]] || return 0
+    [[ $digest =~ ^sha256:[0-9a-f]{64}$ && $(stamp_of "$sif") == "$DIGEST_STAMP" ]] || return 0
     say "image $sif $digest"
     [[ -z ${HPCTRAIN_IMAGE_DIGEST_FILE:-} ]] || write_record "$DIGEST_FILE" "$digest"
     write_record "$sif.digest" "$digest $DIGEST_STAMP"

@@ -101,7 +101,8 @@ chmod 644 "$new/image"
 mv -T "$new/image" "$root/${sif##*/}"
 # As apptainer/build_sif.sh does: users cannot write it here, and each would hash the image.
 sha256=$(sha256sum <"$root/${sif##*/}" | cut -d ' ' -f 1)
-printf 'sha256:%s %s\n' "$sha256" "$(stat -c '%s %.9Y' "$root/${sif##*/}")" >"$root/${sif##*/}.digest"
+printf 'sha256:%s %s\n' "$sha256" "$(LC_ALL=C stat -c '%s %.9Y' "$root/${sif##*/}")" \
+    >"$root/${sif##*/}.digest"
 for kind in spdx provenance; do
     for folder in "$(dirname "$sif")" "$source_folder/build"; do
         record=$folder/$(basename "$sif" .sif).$kind.json

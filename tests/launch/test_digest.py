@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.helpers import BARE, BY_ROOT, QUOTED, library, wait_until
+from tests.launch.helpers import BARE, BY_ROOT, QUOTED, library, put, wait_until
 
 
 @pytest.fixture(params=["my image.sif", "a\\b.sif"])
@@ -54,6 +54,16 @@ def hash_it(sif):
         wait_until(lambda: record.exists() and record.read_text().startswith(digest_of(sif)), 60)
         job.kill()
     return said, promised
+
+
+@one_image
+def test_a_record_is_valid_in_every_locale(image, tmp_path):
+    """In German, stat prints a decimal comma, and each job hashed the image again."""
+    put(tmp_path, stat='[[ $LC_ALL == C ]] || exec /usr/bin/stat "$@" | tr . ,; exec /usr/bin/stat "$@"')
+    stamp = subprocess.run(["stat", "-c", "%s %.9Y", image], capture_output=True, text=True).stdout.strip()
+    Path(f"{image}.digest").write_text(f"{digest_of(image)} {stamp}\n")
+    env = {"HPCTRAIN_CACHE": str(tmp_path / "cache"), "PATH": f"{tmp_path}:{BARE['PATH']}"}
+    assert library(f"find_digest '{image}'; echo $DIGEST", **env).stdout == f"{digest_of(image)}\n"
 
 
 def test_only_the_first_job_hashes(image):
