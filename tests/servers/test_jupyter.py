@@ -249,6 +249,16 @@ def test_a_notebook_is_no_rank():
     assert jupyter.without_launcher(mine | of_the_launcher) == mine
 
 
+def test_where_the_home_cannot_be_written_everything_is_in_the_private_folder(tmp_path):
+    """JupyterLab could not save its layout and its settings. Those in the home are still read."""
+    assert jupyter.without_home({"HOME": str(tmp_path), "JUPYTER_PATH": "/kernels"}, tmp_path) == {}
+    found = jupyter.without_home({"HOME": "/proc", "JUPYTER_PATH": "/kernels"}, tmp_path)
+    written = {found[name] for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
+    assert len(written) == 3 and all(Path(folder).parent == tmp_path for folder in written)
+    assert found["JUPYTER_PATH"] == "/proc/.local/share/jupyter:/kernels"
+    assert found["JUPYTER_CONFIG_PATH"] == "/proc/.jupyter"
+
+
 @pytest.mark.parametrize(
     ("env", "arguments", "name"),
     [

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -53,6 +54,21 @@ def exists(path: Path) -> bool:
             if error.errno not in NO_ANSWER:
                 raise
             retry.wait(error, f"{path}: no answer ({error.strerror})")
+
+
+def existing_part(path: Path) -> Path:
+    """The path, or the folder that exists of those around it."""
+    while not os.access(path, os.F_OK):
+        path = path.parent
+    return path
+
+
+def probe(folder: Path) -> None:
+    """Write 4 MiB to the folder, and remove them. Raises OSError, as on a full or read-only file system."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(os.urandom(4 << 20))
+        file.flush()
+        os.fsync(file.fileno())  # quotas and file servers may report the error only here
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
@@ -73,6 +74,7 @@ def serve(folder: Path | None) -> None:
         (tunnel.private / "labconfig").mkdir()
         for name, settings in LAB_SETTINGS.items():
             (tunnel.private / f"labconfig/{name}.json").write_text(json.dumps(settings))
+        environment |= without_home(environment, tunnel.private)
         folders = (str(tunnel.private), environment.get("JUPYTER_CONFIG_PATH"))
         environment["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
         command = [
@@ -100,6 +102,28 @@ def serve(folder: Path | None) -> None:
             time.sleep(1)
     if server.returncode > 0:
         raise HpctrainError(f"JupyterLab ended with exit status {server.returncode}: its messages are above")
+
+
+def without_home(env: Mapping[str, str], private: Path) -> dict[str, str]:
+    """The variables by which Jupyter writes below `private` only; {} where it can write to the home.
+
+    Some sites mount the home read-only on compute nodes. Configuration and kernels in it are still read.
+    """
+    home = Path(env.get("HOME") or "/")
+    config = env.get("JUPYTER_CONFIG_DIR") or str(home / ".jupyter")
+    data = env.get("JUPYTER_DATA_DIR") or str(home / ".local/share/jupyter")
+    ipython = env.get("IPYTHONDIR") or str(home / ".ipython")
+    with suppress(OSError):
+        for folder in (config, data, ipython):
+            atomic.probe(atomic.existing_part(Path(folder)))
+        return {}
+    return {
+        "JUPYTER_CONFIG_DIR": str(private / "config"),
+        "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, (config, env.get("JUPYTER_CONFIG_PATH")))),
+        "JUPYTER_DATA_DIR": str(private / "data"),
+        "JUPYTER_PATH": os.pathsep.join(filter(None, (data, env.get("JUPYTER_PATH")))),
+        "IPYTHONDIR": str(private / "ipython"),
+    }
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:

@@ -3,12 +3,12 @@
 import errno
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpctrain.distributed.world import World
+from hpctrain.files import atomic
 from hpctrain.files.trust import is_own
 
 # Long enough for a slow name server or switch. srun kills the ranks after --wait, which is longer.
@@ -119,15 +119,11 @@ def file_system_problems() -> Iterator[str]:
         wanted.pop("HF_HOME", None)
     names_of: dict[Path, list[str]] = {}
     for name, path in wanted.items():
-        while not os.access(path, os.F_OK):  # a cache is created when it is first needed
-            path = path.parent
-        names_of.setdefault(path.resolve(), []).append(name)
+        # a cache is created when it is first needed
+        names_of.setdefault(atomic.existing_part(path).resolve(), []).append(name)
     for folder, names in names_of.items():
         try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(os.urandom(4 << 20))
-                file.flush()
-                os.fsync(file.fileno())  # quotas and file servers may report the error only here
+            atomic.probe(folder)
         except OSError as error:
             # A read-only home alone is not a problem; a cache in it is checked under its own variable.
             if names != ["home"] or error.errno in (errno.ENOSPC, errno.EDQUOT):
