@@ -48,6 +48,9 @@ if __name__ == "__main__":
     # Otherwise the ranks get the full name of the first node, which others cannot always resolve.
     if name := os.environ.get("SLURMD_NODENAME"):
         sys.argv.insert(1, f"--local-addr={name}")
+    # By itself no torchrun knows that MASTER_ADDR is its own, if that is the address of a second network.
+    if (number := os.environ.get("SLURM_NODEID")) and "--standalone" not in sys.argv:
+        sys.argv.insert(1, f"--rdzv-conf=is_host={int(number == '0')}")
     # Without a folder, torchrun makes /tmp/torchelastic_* and leaves it there.
     with tempfile.TemporaryDirectory(prefix="hpctrain-torchrun.") as logs:
         sys.argv[1:1] = [f"--log-dir={logs}"]
