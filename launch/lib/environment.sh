@@ -103,9 +103,11 @@ drop_isolation_settings() {
 
 # separate_host_variables: for an image, drop what belongs to the host from the environment that enters it.
 # The folders of PYTHONPATH stay, except the host's: packages for another Python, which a module has set.
+# Those of pip install --user are for it, too.
 separate_host_variables() {
     local entry entries kept=''
     drop LD_PRELOAD LD_AUDIT PYTHONHOME
+    export PYTHONNOUSERSITE=1
     [[ -n ${PYTHONPATH:-} ]] || return 0
     IFS=: read -r -d '' -a entries < <(printf '%s:\0' "$PYTHONPATH") || true
     for entry in "${entries[@]}"; do

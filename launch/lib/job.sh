@@ -213,6 +213,10 @@ export_job_env() {
     [[ -z ${MASTER_ADDR:-} ]] || is_of_first_node "$MASTER_ADDR" || drop MASTER_ADDR
     export HPCTRAIN_JOB=$JOB HPCTRAIN_WORLD_SIZE=$((NODES * TASKS)) HPCTRAIN_TASKS_PER_NODE=$TASKS
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$THREADS}
+    # By them the OpenMP of torch binds the main thread of each rank, and so its DataLoader workers, to the
+    # first of the CPUs that the rank may use, which is the same one for all ranks of a node.
+    [[ ${OMP_PROC_BIND:-false} == [Ff]* ]] || drop OMP_PROC_BIND
+    drop OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY
     # Otherwise glibc returns the memory of large tensors to the kernel at every step, and the step takes a
     # fifth longer on a CPU. 32 MB is the largest threshold that glibc takes.
     export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}
@@ -230,7 +234,6 @@ export_job_env() {
         export HPCTRAIN_JOB_SECRET=${HPCTRAIN_JOB_SECRET:-$(random_hex)$(random_hex)}
     # torch warns about every address without a name; real problems arrive as errors.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-    export PYTHONNOUSERSITE=1
     # Otherwise print() of a rank fills a buffer, which is lost when the job is canceled.
     export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
     # Users empty it to disable a site's, but NCCL takes an empty value for a network's name, and fails.

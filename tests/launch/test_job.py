@@ -99,6 +99,7 @@ def test_a_rank_gets_what_the_user_has_exported_and_nothing_of_another_job(shell
     path = f"{own}:/sw/lib/python3.9/site-packages"
     theirs = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7", "TORCHELASTIC_RUN_ID": "another"}
     theirs |= {"PET_STANDALONE": "1"}  # an option of torchrun: each node is a world
+    theirs |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}  # all ranks of a node were on one CPU
     log = start(shell, script, **VARIABLES | HOSTILE | theirs, PYTHONPATH=path)
     _, _, variables = what_a_rank_got(log)
     missing = {name for name, value in VARIABLES.items() if variables.get(name) != value}
@@ -109,8 +110,11 @@ def test_a_rank_gets_what_the_user_has_exported_and_nothing_of_another_job(shell
     assert not {"SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_STEP_NUM_TASKS"} & variables.keys() or (
         script == "pbs_ddp.sh"
     )
-    if script != "modules_ddp.sh":  # without an image the host's Python has both
+    assert not {"OMP_PROC_BIND", "OMP_PLACES"} & variables.keys()
+    # without an image the host's Python has all three, and packages of pip install --user
+    if script != "modules_ddp.sh":
         assert variables["PYTHONPATH"] == str(own) and "PYTHONHOME" not in variables
+    assert ("PYTHONNOUSERSITE" in variables) == (script != "modules_ddp.sh")
     (dropped,) = re.findall("not passed on to the ranks: (.*)", log)
     assert theirs.keys() <= set(dropped.split(",")), dropped
 

@@ -196,6 +196,22 @@ def test_ranks_that_see_one_gpu_each_are_warned_of():
         assert not list(check.gpu_warnings(usual))
 
 
+def test_ranks_on_the_same_cpu_are_warned_of():
+    """As after OMP_PROC_BIND, or with fewer CPUs than ranks."""
+
+    def reports(*cpus, binding=()):
+        return [
+            {"rank": rank, "host": f"n{rank // 2}", "cpus": list(own), "binding": list(binding)}
+            for rank, own in enumerate(cpus)
+        ]
+
+    (warning,) = check.cpu_warnings(reports([0], [0], [0], [1], binding=["OMP_PROC_BIND"]))
+    assert "ranks 0-1 on n0 " in warning and warning.endswith("unset OMP_PROC_BIND")
+    (warning,) = check.cpu_warnings(reports([0], [0]))
+    assert "--cpus-per-task" in warning
+    assert not list(check.cpu_warnings(reports([0, 1], [0, 1], [0], [1])))
+
+
 def test_how_long_the_processes_took_to_start():
     def reports(*mounts):
         return [

@@ -40,6 +40,8 @@ from hpctrain.parser import Parser, add_device
 from hpctrain.run.config import versions
 from hpctrain.text import counted, first_line, shorten
 
+# variables by which OpenMP binds threads to CPUs
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 START_SECONDS = seconds_since_start()  # with torch imported
 
 
@@ -102,7 +104,8 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
     if world.rank == 0:
         for report in reports:
             print(describe_rank(report))
-        for line in [*describe_start(reports), *describe_networks(reports), *gpu_warnings(reports)]:
+        warnings = [*gpu_warnings(reports), *cpu_warnings(reports)]
+        for line in [*describe_start(reports), *describe_networks(reports), *warnings]:
             print(line)
     end_on_problems(world, hosts, problems, [*consistency_problems(reports), *placement_problems(reports)])
     ranks, nodes = counted(world.size, "rank"), counted(len(set(hosts)), "host")
@@ -186,6 +189,8 @@ def rank_report(world: World, device: torch.device, fabric: Fabric, warnings: li
         "gpu": str(gpu.uuid) if gpu else "",
         "visible_gpus": torch.cuda.device_count() if gpu else 0,
         "others_gpus": [] if gpu or allocated_gpus() else gpu_devices(),
+        "cpus": sorted(os.sched_getaffinity(0)),
+        "binding": [name for name in BINDING if os.environ.get(name)],
         "software": software,
         "start": START_SECONDS,
         "mount": image_mount(),
@@ -303,6 +308,19 @@ def gpu_warnings(reports: list[dict[str, Any]]) -> Iterator[str]:
             f"warning: {format_place(alone, hosts)} see one GPU each (--gpus-per-task), "
             "so NCCL does not use NVLink between them: request GPUs by --gpus-per-node"
         )
+
+
+def cpu_warnings(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Ranks of one node that may use no CPU but the same one."""
+    ranks: dict[tuple[str, int], list[int]] = {}
+    for report in reports:
+        if len(report["cpus"]) == 1:
+            ranks.setdefault((report["host"], *report["cpus"]), []).append(report["rank"])
+    if shared := [rank for having in ranks.values() if len(having) > 1 for rank in having]:
+        names = sorted({name for report in reports for name in report["binding"]})
+        advice = f"unset {', '.join(names)}" if names else "ask for more (--cpus-per-task)"
+        place = format_place(shared, [report["host"] for report in reports])
+        yield f"warning: {place} and their DataLoader workers share the same CPU: {advice}"
 
 
 def placement_problems(reports: list[dict[str, Any]], env: Mapping[str, str] = os.environ) -> Iterator[str]:
