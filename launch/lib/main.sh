@@ -191,6 +191,7 @@ clean_up() {
         rm -rf "$HPCTRAIN_CONTROL"
     fi
     [[ -z ${MPI_HINT:-} ]] || ((status == 0)) || say "$MPI_HINT"
+    await_end
     exit $status
 }
 

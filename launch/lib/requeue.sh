@@ -5,6 +5,10 @@
 STOPPING='' # not empty: the job is to stop, because of this signal
 STOP_AT=0   # then the ranks are asked to stop, in SECONDS
 WALLTIME='' # of a PBS job, in seconds, if qstat tells it here
+OF_OWN_SCRIPT='' # not empty: a batch script of the user's own has called this script
+NOTICE=120 # so many seconds before the end of a job this script sends itself USR1, where Slurm does not
+REQUEUED='' # not empty: Slurm is about to end this attempt
+SHELL_ENDS=0 # so many seconds before the time limit a signal of Slurm may end the user's batch script
 KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
 ATTEMPT=${SLURM_RESTART_COUNT:-0} # replace_nodes changes the variable
 RESTARTS='' # the attempt that Slurm runs
@@ -27,8 +31,66 @@ open_control() {
     export HPCTRAIN_CONTROL
     trap 'rm -rf "$HPCTRAIN_CONTROL"' EXIT
     trap request_stop USR1
-    [[ -z ${PBS_JOBID:-} ]] || read_pbs_fields
+    if [[ -n ${PBS_JOBID:-} ]]; then
+        read_pbs_fields
+    elif [[ $0 != */slurm_script ]]; then
+        OF_OWN_SCRIPT=1
+        read_own_script
+        start_timer seconds_to_notice
+    fi
     [[ -z $EARLY_STOP ]] || request_stop
+}
+
+# read_own_script: set NOTICE and SHELL_ENDS from the --signal of a batch script of the user's own. Slurm
+# sends it to the shell of that script, which waits for this one and ends by it, unless it has a trap.
+read_own_script() {
+    local signal left otherwise='otherwise the job ends before the ranks can save a checkpoint'
+    [[ $(job_field Requeue) != 0 ]] ||
+        say 'warning: Slurm will not requeue this job at its time limit: submit it with sbatch --requeue' >&2
+    signal=${SBATCH_SIGNAL:-$(scontrol write batch_script "$SLURM_JOB_ID" - 2>/dev/null |
+        sed -n 's/^#SBATCH\( .*\)\? --signal[= ]*\([^ ]*\).*/\2/p' | tail -n 1)}
+    [[ $signal =~ ^(([RB]+):)?([A-Za-z0-9]+)(@(0|[1-9][0-9]{0,8}))?$ ]] || return 0
+    NOTICE=${BASH_REMATCH[5]:-60}
+    [[ ${BASH_REMATCH[2]} == *B* ]] && is_ended_by "${BASH_REMATCH[3]}" "${SLURM_TASK_PID:-0}" || return 0
+    SHELL_ENDS=$((NOTICE + 60)) NOTICE=120 # Slurm may send it a minute earlier
+    left=$(seconds_to_notice) || return 0
+    ((left + NOTICE < 30)) ||
+        otherwise="otherwise the ranks save $((SHELL_ENDS + NOTICE)) s before the time limit"
+    say "warning: --signal=$signal ends your batch script, which has no trap for this signal:" \
+        "leave --signal out, or write exec before launch/$SCRIPT; $otherwise" >&2
+}
+
+# is_ended_by SIGNAL PROCESS: whether a process of this node neither catches nor ignores the signal
+is_ended_by() {
+    local number=$1 key mask kept=0
+    [[ $1 == [0-9]* ]] || number=$(kill -l "$1" 2>/dev/null) || return 1
+    [[ -r /proc/$2/status ]] || return 1
+    while read -r key mask; do
+        [[ $key != Sig@(Cgt|Ign): ]] || kept=$((kept | 16#$mask))
+    done <"/proc/$2/status"
+    (((kept >> (number - 1) & 1) == 0))
+}
+
+# seconds_to_notice: print the seconds until NOTICE before the end of a Slurm job, which may change
+seconds_to_notice() {
+    local end
+    end=$(job_field EndTime)
+    [[ -n $end ]] && end=$(date -d "$end" +%s 2>/dev/null) || return
+    echo $((end - SHELL_ENDS - NOTICE - $(date +%s)))
+}
+
+# start_timer FUNCTION: send this script USR1 when no seconds are left of those that the function prints
+start_timer() {
+    (
+        trap 'kill $!; exit' TERM
+        while left=$("$1") || left=60; ((left > 0)); do # without a time limit, or an answer
+            sleep "$left" &
+            wait $! || exit # qdel ends sleep first
+        done
+        kill -USR1 $$
+    ) </dev/null >/dev/null 2>&1 &
+    TIMER=$!
+    CLEAN_UP+=(end_timer)
 }
 
 # remove_left_folders: those of the user's jobs whose batch script was killed here
@@ -47,13 +109,11 @@ read_pbs_fields() {
     [[ ! $(pbs_field run_count) =~ ^[1-9][0-9]{0,8}$ ]] || export HPCTRAIN_PBS_RERUNS=$((BASH_REMATCH[0] - 1))
     [[ $(pbs_field Resource_List.walltime) =~ ^([0-9]+):([0-9]+):([0-9]+)$ ]] || return 0
     WALLTIME=$((10#${BASH_REMATCH[1]} * 3600 + 10#${BASH_REMATCH[2]} * 60 + 10#${BASH_REMATCH[3]}))
-    (
-        trap 'kill $!; exit' TERM
-        sleep $((WALLTIME > 120 ? WALLTIME - 120 : 0)) &
-        wait $! && kill -USR1 $$ # qdel ends sleep first
-    ) </dev/null >/dev/null 2>&1 &
-    TIMER=$!
-    CLEAN_UP+=(end_timer)
+    start_timer seconds_of_walltime
+}
+
+seconds_of_walltime() {
+    echo $((WALLTIME - NOTICE - SECONDS))
 }
 
 end_timer() {
@@ -74,7 +134,7 @@ request_stop() {
         limit=$WALLTIME left=$((WALLTIME - SECONDS))
     elif [[ -n $start && -n $end ]] && start=$(date -d "$start" +%s 2>/dev/null) &&
         end=$(date -d "$end" +%s 2>/dev/null); then
-        limit=$((end - start)) left=$((end - $(date +%s)))
+        limit=$((end - SHELL_ENDS - start)) left=$((end - SHELL_ENDS - $(date +%s)))
     fi
     if [[ -n ${limit:-} ]]; then
         # Slurm sends it at once if the time limit is not longer than --signal. Such a job trains half of it.
@@ -370,12 +430,19 @@ requeue() {
             say "Slurm does not requeue the job: unless squeue shows that it goes on, $(how_to_resume "$3")"
             return 0
         }
+        REQUEUED=1
         (($4)) || return 0
         scontrol update JobId="$(job_id)" StartTime="now+${4}seconds" || true
         [[ -z $5 ]] || say "if $5 is at fault, leave it out: scontrol update JobId=$(job_id) ExcNodeList=$5"
     else
         continue_in_another_job "$1" "$2" "$3" "$4"
     fi
+}
+
+# await_end: Slurm ends a job that it requeues. Until then the user's own batch script is not to go on with
+# its next line, such as another training.
+await_end() {
+    [[ -z $OF_OWN_SCRIPT || -z $REQUEUED ]] || sleep 60
 }
 
 # nodes_left: print the nodes of the job, without those that failed and that Slurm has taken from it

@@ -7,11 +7,13 @@ launch/lib/control.sh.
 import json
 import os
 import re
+import subprocess
+import sys
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from slurm_cluster import Cluster, bare_binds
+from slurm_cluster import ENDED, Cluster, bare_binds
 
 from tests.launch.helpers import (
     HERE,
@@ -308,6 +310,101 @@ def test_pbs_says_which_command_goes_on(cluster):
     assert (ended.state, ended.exit_code) == ("FAILED", 75)
     resume = f"echo '{HOME}/launch/pbs_ddp.sh program.py asked --resume runs/x' | qsub"
     assert len(said(output.read_text())) == 1 and said(output.read_text())[0].endswith(resume)
+
+
+# ---- a batch script of the user's own ----
+
+SLOW = """
+import os, sys, time
+import torch
+import hpctrain
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 512
+    def __getitem__(self, index):
+        time.sleep(float(os.environ.get("SLEEP", 0.02)))
+        return torch.full((4,), index / 512)
+
+with hpctrain.Run("slow", out=sys.argv[1], resume="auto") as run:
+    model = run.prepare(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run.track(model=model, optimizer=optimizer)
+    for epoch in run.epochs(int(sys.argv[2])):
+        for rows in run.batches(Slow(), 16):
+            loss = model(rows).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+"""
+OWN_JOB = """#!/bin/bash
+#SBATCH --time=1 --requeue
+#SBATCH --open-mode=append
+mkdir -p /tmp/staged-$SLURM_JOB_ID
+{}
+"""
+# options of sbatch, the lines of the script, the tasks of an array, the run folders of a job, its epochs
+OWN_JOBS = {
+    "plain": (ONE_EACH, f"{SCRIPT} slow.py runs/plain 8", [""], ["runs/plain"], 8),
+    "wrapped": (ONE_EACH, f"{SCRIPT} slow.py runs/wrapped 8", [""], ["runs/wrapped"], 8),
+    "exec": (ONE_EACH, f"exec {SCRIPT} slow.py runs/exec 8", [""], ["runs/exec"], 8),
+    "array": (
+        ["--array=0-1", "--nodes=1", "--ntasks-per-node=2"],
+        f"{SCRIPT} slow.py runs/array-$SLURM_ARRAY_TASK_ID 8",
+        ["_0", "_1"],
+        ["runs/array-0", "runs/array-1"],
+        8,
+    ),
+    # A job that is being requeued does not go on with the next one.
+    "loop": (
+        ONE_EACH,
+        f"for i in 1 2 3; do {SCRIPT} slow.py runs/loop-$i 3; done",
+        [""],
+        ["runs/loop-1", "runs/loop-2", "runs/loop-3"],
+        3,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def own_jobs(cluster):
+    """The numbers of jobs of one minute, which call a launch script and train longer."""
+    folder(cluster, "slow.py").write_text(SLOW)
+    numbers = {}
+    for name, (options, lines, *_) in OWN_JOBS.items():
+        words = (
+            ["--time=1", "--requeue", "--open-mode=append", f"--wrap={lines}"] if name == "wrapped" else []
+        )
+        script = {} if words else {"script": OWN_JOB.format(lines)}
+        numbers[name] = cluster.submit(*options, *words, cwd=HOME, env=NO_CONTAINER, **script)
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def weights_of_slow(tmp_path_factory):
+    """The weights of two ranks after so many epochs, by a run that nothing happened to."""
+    top = tmp_path_factory.mktemp("slow")
+    (top / "slow.py").write_text(SLOW)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for epochs in (3, 8):
+        command = [*torchrun, "slow.py", f"runs/{epochs}", str(epochs)]
+        subprocess.run(command, cwd=top, env=os.environ | {"SLEEP": "0", "OMP_NUM_THREADS": "1"}, check=True)
+    return {epochs: weights_and_steps(top / f"runs/{epochs}") for epochs in (3, 8)}
+
+
+@pytest.mark.parametrize("name", OWN_JOBS)
+def test_a_batch_script_of_ones_own_is_requeued_at_its_time_limit(cluster, own_jobs, weights_of_slow, name):
+    """It reached its time limit without a checkpoint, because Slurm's signal is for a batch script alone."""
+    _, _, tasks, runs, epochs = OWN_JOBS[name]
+    for task in tasks:
+        number = f"{own_jobs[name]}{task}"
+        wait_until(lambda number=number: shown(cluster, number, "JobState") in ENDED, 600)
+        output = folder(cluster, f"slurm-{number}.out").read_text()
+        assert shown(cluster, number, "JobState") == "COMPLETED", output
+        assert restarts_of(cluster, number) > 0 and SAVED in output, output
+    for run in runs:
+        assert weights_and_steps(folder(cluster, run)) == weights_of_slow[epochs], run
 
 
 # ---- a node dies ----

@@ -177,6 +177,56 @@ def test_an_invalid_number_of_restarts(number):
     assert_refused(done, "HPCTRAIN_REQUEUES", f"'{number}'")
 
 
+# ---- a batch script of the user's own, which calls a launch script ----
+
+
+@pytest.mark.parametrize(
+    ("line", "trap", "left", "notice", "shell_ends", "names"),
+    [
+        ("", ":", 3600, 120, 0, []),
+        ("#SBATCH --signal=USR1@300", ":", 3600, 300, 0, []),
+        ("#SBATCH -N 2 --signal B:USR1", "trap : USR1", 3600, 60, 0, []),
+        ("#SBATCH --signal=B:10@25", "trap '' USR1", 3600, 25, 0, []),
+        ("#SBATCH --signal=B:SIGUSR1@25", ":", 3600, 120, 85, ["B:SIGUSR1@25", "exec", "205 s"]),
+        (
+            "#SBATCH --signal=RB:TERM@25",
+            "trap : USR1",
+            60,
+            120,
+            85,
+            ["RB:TERM@25", "exec", "before the ranks"],
+        ),
+    ],
+)
+def test_the_signal_of_a_batch_script_of_ones_own(
+    slurm, tmp_path, line, trap, left, notice, shell_ends, names
+):
+    """Slurm sends it to that script, and the ranks had no time to save. Without a trap it ended the job."""
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{line}\nlaunch/apptainer_ddp.sh\n")
+    put(tmp_path, scontrol=f'[[ "$*" == "write batch_script 7 -" ]] && cat {tmp_path}/job.sh')
+    end = time.strftime("%FT%T", time.localtime(time.time() + left))
+    put_squeue(tmp_path, EndTime=end, Requeue=1)
+    script = f"source {QUOTED}/lib/main.sh; trap - USR1; {trap}; SLURM_TASK_PID=$$ SCRIPT=x.sh"
+    done = bash(f'{script}; read_own_script; echo "$NOTICE $SHELL_ENDS"', slurm)
+    assert done.stdout == f"{notice} {shell_ends}\n", done
+    assert [name in done.stderr for name in names] == [True] * len(names) and bool(names) == bool(done.stderr)
+
+
+def test_a_job_that_slurm_will_not_requeue_says_so_at_the_start(slurm, tmp_path):
+    put_squeue(tmp_path, Requeue=0)
+    done = bash(f"set -eu; source {QUOTED}/lib/main.sh; SCRIPT=x.sh read_own_script", slurm)
+    assert done.returncode == 0 and "warning" in done.stderr and "--requeue" in done.stderr, done
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds"), [("+1 hour", 3600 - 120 - 85), ("N/A", None), ("Unknown", None), ("", None)]
+)
+def test_the_time_until_the_ranks_are_to_save(slurm, tmp_path, end, seconds):
+    put_squeue(tmp_path, EndTime=f"'$(date -d '{end}' +%FT%T)'" if seconds else end)
+    done = library("SHELL_ENDS=85; seconds_to_notice || echo none", **slurm)
+    assert done.stdout == "none\n" if seconds is None else abs(int(done.stdout) - seconds) < 30, done
+
+
 # ---- which rank failed first: srun ends with the status of the ranks that it has killed after that ----
 
 LOST = "hpctrain: error: rank-0000 on n1 lost the connection to another rank, which has probably died: look"
