@@ -21,6 +21,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError
@@ -178,14 +179,57 @@ def test_gray_palette_cmyk_16_bit_and_rotated_images(tmp_path):
     assert {decode(path).mode for path in tmp_path.iterdir()} == {"RGB"}
 
 
+def exif(*tags):
+    """EXIF with these tags: number, type, count and four bytes."""
+    entries = b"".join(struct.pack("<HHI", *tag[:3]) + tag[3] for tag in tags)
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + bytes(60)
+
+
+TURNED = (0x0112, 3, 1, b"\6\0\0\0")
+# EXIF, and the height of an image of 40 x 20 that it turns by 90 degrees, or not.
+ODD_EXIF = {
+    "whole": (exif(TURNED), 40),
+    "orientation as a text": (exif((0x0112, 2, 2, b"6\0\0\0")), 20),
+    "orientation twice": (exif((0x0112, 3, 2, b"\6\0\6\0")), 40),
+    "ImageWidth as a text": (exif(TURNED, (0x0100, 2, 3, b"48\0\0")), 40),
+    "Software as a number": (exif(TURNED, (0x0131, 11, 1, b"\0\0\xc0?")), 40),
+    "GPS beyond the end": (exif(TURNED, (0x8825, 4, 1, b"\xff\xff\0\0")), 40),
+    "garbage": (b"\x12\x34\x56\x78" * 3, 20),
+    "cut": (exif(TURNED)[:16], 20),
+    "empty": (b"", 20),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_EXIF)
+def test_only_the_orientation_in_exif_counts(tmp_path, kind):
+    """A tag of an unusual type ended a training."""
+    content, height = ODD_EXIF[kind]
+    image = Image.new("RGB", (40, 20), BLUE)
+    image.save(tmp_path / "a.jpg", exif=b"Exif\0\0" + content)
+    image.save(tmp_path / "a.png", exif=content)
+    info = PngInfo()
+    info.add_text("Raw profile type exif", f"\nexif\n 9\n{content.hex()}z")  # no hexadecimal number
+    image.save(tmp_path / "profile.png", pnginfo=info)
+    found = {path.name: decode(path).height for path in tmp_path.iterdir()}
+    assert found == {"a.jpg": height, "a.png": height, "profile.png": 20}
+
+
+def chunk(kind, content):
+    """A chunk of PNG."""
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def test_transparency_beyond_the_palette_is_no_error(tmp_path):
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8), BLUE).convert("P").save(path)
+    content = path.read_bytes()
+    at = content.index(b"IDAT") - 4
+    path.write_bytes(content[:at] + chunk(b"tRNS", bytes(300)) + content[at:])
+    assert corner(path) == BLUE
+
+
 def png(width, height):
     """A PNG file whose header gives this size, with the data of one row at most."""
-
-    def chunk(kind, content):
-        return (
-            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        )
-
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n"

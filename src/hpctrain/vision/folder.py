@@ -13,12 +13,11 @@ import io
 import math
 import os
 import random
-import struct
 import unicodedata
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -44,8 +43,12 @@ MAX_CLASSES = 100_000
 MAX_WAYS = 100  # to a folder, through links: nine levels of 30 links each would take for ever
 MAX_SCANS = 200  # of a progressive JPEG, which usually has ten
 TRAINING, EVALUATION = "train", ("val", "valid", "test")  # folders in a data folder
-# What Pillow raises for damaged files, in addition to OSError.
-DAMAGED = (SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
+ORIENTATION = 0x0112  # the tag of EXIF
+# How an orientation turns an image, in the names of Pillow. 1 leaves it as it is.
+TURNS = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
+    7: "TRANSVERSE", 8: "ROTATE_90",
+}  # fmt: skip
 
 
 class ImageFolder:
@@ -332,7 +335,7 @@ def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
 
 def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
     """Read a JPEG or PNG file as RGB, turned by its EXIF. Raises HpctrainError, `name` or path first."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     path, head = name or source, b""
     try:
@@ -347,22 +350,40 @@ def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
                     raise OSError(f"it has more than {MAX_SCANS} scans")  # of 30 bytes, and 25 ms each
                 opened.seek(0)
                 file = Image.open(opened, formats=["JPEG", "PNG"])
-                image = ImageOps.exif_transpose(file)
+                image = _turn(file)
                 if image.mode.startswith("I"):  # 16 bits of gray, which convert() would clip and not scale
                     image = Image.fromarray((numpy.asarray(image) // 256).astype(numpy.uint8))
-                return image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
+                # Pillow would look for the transparent color in the palette, where it may be missing
+                image.info.pop("transparency", None)
+                return image.convert("RGB")
+    except HpctrainError:
+        raise
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise HpctrainError(
             f"{path}: has more than {Image.MAX_IMAGE_PIXELS} pixels, Pillow's limit against decompression "
             "bombs: scale the image down or remove it"
         ) from error
-    except (OSError, *DAMAGED) as error:
+    except Exception as error:  # Pillow raises exceptions of many kinds for damaged files
         why = first_line(error)
         if isinstance(error, UnidentifiedImageError):
             why = f"it begins with {head!r}" if head else "it is empty"
         raise HpctrainError(
             f"{path}: cannot be read as a JPEG or PNG ({why}): replace or remove it"
         ) from error
+
+
+def _turn(image: "Image.Image") -> "Image.Image":
+    """The image, turned by the orientation in its EXIF or XMP.
+
+    Pillow's exif_transpose() also writes the rest of the EXIF again, and fails at a tag of an unusual type.
+    """
+    from PIL import Image
+
+    image.load()  # here, because it says what is wrong with the pixels
+    turn = None
+    with suppress(Exception):  # damaged EXIF raises exceptions of many kinds
+        turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
+    return image.transpose(Image.Transpose[turn]) if turn else image
 
 
 def random_resized_crop(image: "Image.Image", side: int, chance: random.Random) -> "Image.Image":
