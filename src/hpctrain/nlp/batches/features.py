@@ -9,6 +9,8 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -270,18 +272,26 @@ def load_or_make(key: str, make: Callable[[], Features], world: World) -> Featur
 
     If the cache is on a local disk of each node, one rank of each further node makes them as well. They are
     complete or absent, so two jobs may do this at a time. On a node where the cache cannot be written, as on
-    a full disk, each rank makes them in its own memory.
+    a full disk or in a folder of somebody else, each rank makes them in its own memory.
     """
     folder, made = get_cache_folder() / key, None
     for is_maker in (world.rank == 0, world.local_rank == 0):
         with all_or_none(world):
-            if is_maker and made is None and not folder.exists():
+            if is_maker and made is None and not _is_there(folder):
                 made = make()
                 _write_features(folder, made)
     with all_or_none(world):
-        if folder.exists():
+        if _is_there(folder):
             return _read_features(folder, check=world.local_rank == 0)
         return make() if made is None else made
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether the cache has these features, and this user alone can change them."""
+    with suppress(HpctrainError, OSError):
+        _check_cache(folder)
+        return folder.exists()
+    return False
 
 
 def _write_features(folder: Path, features: Features) -> None:
@@ -293,40 +303,53 @@ def _write_features(folder: Path, features: Features) -> None:
     }
     columns |= {f"tokens.{name}": flat for name, flat in features.tokens.items()}
     columns |= {f"values.{name}": column for name, column in features.values.items()}
+    parent = folder.parent
     try:
         # $HPCTRAIN_CACHE, for its user alone unless it exists: the texts may be confidential.
-        for private in (folder.parent.parent, folder.parent):
+        for private in (parent.parent, parent):
             private.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_cache(folder.parent)
-        atomic.remove_leftovers(folder.parent, age=86_400)  # other jobs write there
+        _check_cache(folder)
+        atomic.remove_leftovers(parent, age=86_400)  # other jobs write there
         with atomic.folder(folder, replace=False) as unfinished, hold_folder(unfinished) as held:
             for name, array in columns.items():
                 numpy.save(held / f"{name}.npy", array)
             write_digests(held)
             for path in held.iterdir():
                 path.chmod(0o600)
-    except (OSError, HpctrainError) as error:
+    except HpctrainError as error:
+        _warn(str(error))
+    except OSError as error:
         # otherwise another job has written the same meanwhile, and its ranks have mapped the files
-        if not folder.exists():
-            why = reason(error) if isinstance(error, OSError) else error
-            print_error(
-                f"hpctrain: warning: {folder.parent} on {socket.gethostname()}: the tokenized texts cannot "
-                f"be written ({why}), and each rank keeps them in memory: free some "
-                "space there, or set HPCTRAIN_CACHE to a folder on scratch"
+        if not _is_there(folder):
+            text = (
+                f"{parent} on {socket.gethostname()}: the tokenized texts cannot be written "
+                f"({reason(error)}), and each rank keeps them in memory: set HPCTRAIN_CACHE to a folder of "
+                f"your own with free space, such as {parent.parent}/$USER"
             )
+            _warn(text)
 
 
-def _check_cache(folder: Path, *paths: Path) -> None:
-    above = folder.parent
-    is_temporary = above.parent == Path(tempfile.gettempdir())
-    advice = "set HPCTRAIN_CACHE to a folder of yours"
-    refuse_changeable(*[above] * is_temporary, folder, *paths, advice=advice)
+@cache
+def _warn(text: str) -> None:
+    """Print a warning once, not for each split."""
+    print_error(f"hpctrain: warning: {text}")
+
+
+def _check_cache(folder: Path) -> None:
+    """Raise HpctrainError if somebody else can change the cache, or these features, if they are there."""
+    parent = folder.parent
+    is_temporary = parent.parent.parent == Path(tempfile.gettempdir())
+    paths = [folder, *folder.iterdir()] if folder.exists() else []
+    advice = (
+        "each rank keeps the tokenized texts in memory; set HPCTRAIN_CACHE to a folder of your own, such as "
+        f"{parent.parent}/$USER"
+    )
+    refuse_changeable(*[parent.parent] * is_temporary, parent, *paths, advice=advice)
 
 
 def _read_features(folder: Path, check: bool) -> Features:
     try:
         if check:
-            _check_cache(folder.parent, folder, *folder.iterdir())
             check_digests(folder)
         columns = {
             path.name.removesuffix(".npy"): numpy.load(
