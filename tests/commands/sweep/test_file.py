@@ -32,6 +32,7 @@ from tests.commands.sweep.helpers import FILE, write
         ("--epochs 1", "--name 'x", "give a command line as command"),
         ("low: 1e-3", "low: -.inf", "parameter lr"),
         ("log: true", "step: 0", "parameter lr"),
+        ("log: true", "log: no", "parameter lr"),  # a text in YAML 1.2
         ("command: train_single", "command: 3 #", "give a command line as command"),
         ("command: train_single", "command: ' ' #", "give a command line as command"),
         ("parameters:\n", "parameters: 5\nseed: 1 #", "cannot be read as YAML"),
@@ -54,3 +55,13 @@ def test_invalid_files_are_one_line(tmp_path, before, after, message):
     with pytest.raises(UsageError) as caught:
         file.read_file(write(tmp_path, FILE.replace(before, after)))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["on, off", "yes, no", "ON, Off", "y, n", "'on', 'off'"])
+def test_words_that_yaml_1_1_takes_for_true_and_false_are_values(tmp_path, words):
+    """--tf32 on and off became --tf32 without a value, and a trial without it."""
+    text = FILE.replace("on-nan: {values: [stop, skip]}", f"on: {{values: [{words}]}}")
+    parameters = file.read_file(write(tmp_path, text)).parameters
+    assert parameters["on"]["values"] == words.replace("'", "").split(", ")
+    text = FILE.replace("[stop, skip]", "[true, false]")
+    assert file.read_file(write(tmp_path, text)).parameters["on-nan"]["values"] == [True, False]

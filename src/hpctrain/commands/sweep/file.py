@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.errors import UsageError
@@ -70,12 +70,20 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     """The keys and values of a file. Raises UsageError."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """As YAML 1.2, where on, off, yes and no are texts, such as the values of --tf32."""
+
+        yaml_implicit_resolvers: ClassVar = {
+            first: [rule for rule in rules if rule[0] != "tag:yaml.org,2002:bool" or first in "tTfF"]
+            for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
     try:
         text = path.read_text(encoding="utf-8")
         # A file of a few lines would otherwise unfold to gigabytes.
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ValueError("it has an alias: write its value instead")
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(
             f"{path}: cannot be read as YAML ({reason(error)}): see docs/guides/sweeps.md"
@@ -105,7 +113,12 @@ def _read_range(place: str, form: Any) -> dict[str, Any]:
     positive = [numbers["high"] - numbers["low"], numbers.get("step", 1)]
     if form.get("log"):
         positive.append(numbers["low"])
-    if not all(0 < value < math.inf for value in positive) or (form.get("log") and "step" in form):
+    log = form.get("log", False)
+    if (
+        not all(0 < value < math.inf for value in positive)
+        or (log and "step" in form)
+        or type(log) is not bool
+    ):
         raise error
     return form | numbers
 
@@ -157,6 +170,10 @@ def check_options(path: Path, sweep: Sweep) -> None:
     values = {
         name: form.get("values") or [form["low"], form["high"]] for name, form in sweep.parameters.items()
     }
+    for name, each in values.items():
+        action = parser._option_string_actions.get(f"--{name}")
+        if action and action.nargs == 0 and {*map(type, each)} != {bool}:
+            raise UsageError(f"{path}: --{name} takes no value: give {{values: [true, false]}}")
     for number in range(max(map(len, values.values()))):
         chosen = {name: each[min(number, len(each) - 1)] for name, each in values.items()}
         try:
