@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = REPOSITORY / "tests/messages.txt"
 # What is called with a message, or with a place and a message.
 SHOWN = {"HpctrainError", "UsageError", "DivergedError", "line_error", "ArgumentTypeError", "ValueError"}
-SHOWN |= {"error", "print_error", "fail", "_end"}
+SHOWN |= {"error", "print_error", "fail", "_end", "UnlabeledError", "kind"}
 
 
 def template(node: ast.AST) -> str:

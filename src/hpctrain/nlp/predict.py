@@ -3,16 +3,18 @@
 hpctrain predict runs/nlp.classify/17/model "다시 보고 싶은 영화"
 hpctrain predict runs/nlp.qa/18/model "수도는?" "대한민국의 수도는 서울이다."
 hpctrain predict runs/nlp.classify/17/model --file reviews.txt --out answers.jsonl
+hpctrain predict runs/nlp.classify/17/model --file test.csv --columns id=id --out submission.csv
 """
 
 import argparse
 import codecs
+import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import torch
 from tqdm import tqdm
@@ -23,7 +25,8 @@ from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.files import atomic
-from hpctrain.nlp.data.formats import JSON_LINES, SURROGATE, decode_text
+from hpctrain.nlp.data.formats import JSON_LINES, SURROGATE, TABLES, decode_text, get_field
+from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.models.lora import load_adapter
 from hpctrain.nlp.models.model_folder import (
     ADAPTER_CONFIG,
@@ -37,9 +40,12 @@ from hpctrain.nlp.task import Task
 from hpctrain.parser import Parser, add_device, positive
 from hpctrain.text import counted, first_line, one_line
 
+ID = "id"  # a field of --columns: what names a row
 CHUNK = 2048  # texts that are sorted by length together and answered at a time
 # Characters that control a terminal and that json.dumps() does not escape: DEL and the C1 set.
 CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+
+Write: TypeAlias = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 def main(world: World, arguments: list[str]) -> None:
@@ -54,7 +60,8 @@ def main(world: World, arguments: list[str]) -> None:
     device = choose_device(world, args.device)
     folder = find_model_folder(args.folder)
     task, config = find_task(folder)
-    rows = list(read_rows(args, task))
+    columns = choose_columns(args, task, config)
+    rows, ids = read_table(args.file, task, columns) if is_table(args) else (list(read_rows(args, task)), [])
 
     tokenizer = load_tokenizer(folder)
     model = load_model(task, folder, device)
@@ -63,13 +70,16 @@ def main(world: World, arguments: list[str]) -> None:
         if args.out:
             try:
                 with atomic.file(args.out) as out:
-                    truncated = write_answers(task, model, tokenizer, config, rows, args, out)
+                    is_csv = args.out.suffix.lower() == ".csv"
+                    write = make_csv_writer(out, task, columns) if is_csv else make_json_writer(out)
+                    truncated = write_answers(task, model, tokenizer, config, rows, ids, args, write)
             except OSError as error:
                 raise HpctrainError(
                     f"{args.out}: cannot be written ({error.strerror}): give another --out"
                 ) from error
         else:
-            truncated = write_answers(task, model, tokenizer, config, rows, args, sys.stdout)
+            write = make_json_writer(sys.stdout)
+            truncated = write_answers(task, model, tokenizer, config, rows, ids, args, write)
     except (HpctrainError, OSError):
         raise
     # Configuration, tokenizer and weights may not belong together, or the memory may be too small.
@@ -92,14 +102,15 @@ def write_answers(
     tokenizer: PreTrainedTokenizerFast,
     config: dict[str, Any],
     rows: list[tuple[str, ...]],
+    ids: list[Any],
     args: argparse.Namespace,
-    out: IO[str],
+    write: Write,
 ) -> int:
-    """Write one line for each row, in their order. Returns how many texts were truncated."""
+    """Write one line for each row, in their order. Returns how many texts were truncated.
+
+    `ids` has what the column id of a table says, for each row; it is empty without such a column.
+    """
     truncated = 0
-    escaped = (
-        codecs.lookup(getattr(out, "encoding", None) or "utf-8").name != "utf-8"
-    )  # a terminal in EUC-KR lacks characters
     with tqdm(
         total=len(rows),
         desc="predict",
@@ -112,12 +123,45 @@ def write_answers(
             with panics_as_errors():
                 answers, cut = task.answer(model, tokenizer, chunk, config, args, first)
             truncated += cut
-            for row, answer in zip(chunk, answers, strict=True):
-                values = dict(zip(task.inputs, row, strict=True)) | answer
-                line = json.dumps(values, ensure_ascii=escaped)
-                out.write(line.translate(CONTROLS) + "\n")
+            for number, (row, answer) in enumerate(zip(chunk, answers, strict=True), first):
+                given = {ID: ids[number]} if ids else {}
+                write(given | dict(zip(task.inputs, row, strict=True)), answer)
             bar.update(len(chunk))
     return truncated
+
+
+def make_json_writer(out: IO[str]) -> Write:
+    """A function that writes a JSON object: what was given, and its answer."""
+    # a terminal in EUC-KR lacks characters
+    escaped = codecs.lookup(getattr(out, "encoding", None) or "utf-8").name != "utf-8"
+
+    def write(given: dict[str, Any], answer: dict[str, Any]) -> None:
+        line = json.dumps(given | answer, ensure_ascii=escaped, default=str)
+        out.write(line.translate(CONTROLS) + "\n")
+
+    return write
+
+
+def make_csv_writer(out: IO[str], task: Task[Any], columns: dict[str, str]) -> Write:
+    """A function that writes a row as Kaggle expects it: the id, or without one the texts, and the answer.
+
+    The columns have the names of the data.
+    """
+    rows = csv.writer(out, lineterminator="\n")
+    names = [ID] if ID in columns else task.inputs
+    header = [columns.get(name, name) for name in names]
+
+    def write(given: dict[str, Any], answer: dict[str, Any]) -> None:
+        key, value = next(iter(answer.items()))
+        if header:
+            rows.writerow([*header, columns.get("label", key)])
+            header.clear()
+        if isinstance(value, list):
+            is_plain = all(isinstance(each, str) for each in value)
+            value = ",".join(value) if is_plain else json.dumps(value, ensure_ascii=False)
+        rows.writerow([*(given[name] for name in names), value])
+
+    return write
 
 
 def find_model_folder(folder: Path) -> Path:
@@ -169,6 +213,47 @@ def load_model(task: Task[Any], folder: Path, device: torch.device) -> PreTraine
     return model.to(device).eval()
 
 
+def is_table(args: argparse.Namespace) -> bool:
+    """Whether --file is read as a table. A .tsv may also have two texts on each line, without a header."""
+    if not args.file:
+        return False
+    return bool(args.columns) or args.file.suffix.lower() in TABLES - JSON_LINES - {".tsv"}
+
+
+def choose_columns(args: argparse.Namespace, task: Task[Any], config: dict[str, Any]) -> dict[str, str]:
+    """The columns of a table, by field: those of the training data, unless --columns names others."""
+    saved = config.get("columns")
+    columns = {name: name for name in task.inputs}
+    if isinstance(saved, dict):
+        columns |= {name: str(saved[name]) for name in (*task.inputs, "label") if name in saved}
+    fields = (*task.inputs, ID)
+    for text in args.columns or ():
+        field, _, column = text.partition("=")
+        if field not in fields or not column:
+            raise UsageError(f"--columns {text}: give FIELD=COLUMN; fields are {', '.join(fields)}")
+        columns[field] = column
+    if args.columns and not args.file:
+        raise UsageError("--columns needs --file: give the table")
+    return columns
+
+
+def read_table(
+    path: Path, task: Task[Any], columns: dict[str, str]
+) -> tuple[list[tuple[str, ...]], list[Any]]:
+    """The texts of each row of a table, task.inputs, and its id, if `columns` has one."""
+
+    def make(location: str, row: dict[str, Any]) -> tuple[tuple[str, ...], Any]:
+        for name in task.inputs:
+            if isinstance(row[name], list) and all(isinstance(word, str) for word in row[name]):
+                row[name] = " ".join(row[name])  # the tokens of nlp.ner
+        expected = f"a row with {' and '.join(task.inputs)}"
+        return tuple(get_field(location, row, name, str, expected) for name in task.inputs), row.get(ID)
+
+    wanted = {name: column for name, column in columns.items() if name in (*task.inputs, ID)}
+    found = read_columns(path, wanted, make, None)
+    return [row for row, _ in found], [id_ for _, id_ in found] if ID in columns else []
+
+
 def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, ...]]:
     """The texts of each answer, task.inputs: from the command line, or from the lines of --file."""
     names = task.inputs
@@ -182,11 +267,6 @@ def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, 
             raise UsageError("TEXT is not UTF-8: set the locale of the terminal to UTF-8, or use --file")
         yield from (tuple(args.text[i : i + len(names)]) for i in range(0, len(args.text), len(names)))
         return
-    if args.file.suffix.lower() == ".csv":
-        raise HpctrainError(
-            f"{args.file}: a table, whose lines would be taken as texts: write a .jsonl file of objects with "
-            f"{' and '.join(names)}, or a text file of the texts alone"
-        )
     try:
         text = decode_text(args.file, args.file.read_bytes(), for_tables="convert it to .jsonl")
     except OSError as error:
@@ -198,7 +278,7 @@ def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, 
         raise HpctrainError(f"{args.file}: the file is empty: put one text on each line")
     for number, line in enumerate(lines, 1):
         line = line.removesuffix("\r")
-        if args.file.suffix.lower() == JSON_LINES:
+        if args.file.suffix.lower() in JSON_LINES:
             try:
                 values = json.loads(line)
                 row = tuple(values[name] for name in names)
@@ -210,7 +290,7 @@ def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, 
             row = tuple(line.split("\t"))
             valid, expected = len(row) == len(names), f"{' and '.join(names)}, separated by a tab"
             if len(names) == 1:  # a table, whose labels would become part of the texts
-                expected = "a text without tabs, as one column of a table (cut -f2), or a .jsonl file"
+                expected = "a text without tabs, or --columns FIELD=COLUMN for a table"
         if not valid:
             raise HpctrainError(f"{args.file}, line {number}: expected {expected}: fix the line")
         yield row
@@ -262,13 +342,22 @@ def parser() -> Parser:
     add(
         "--file",
         type=Path,
-        help="answer each line of this file: a text, or two texts separated by a tab; in .jsonl, an object",
+        help="answer each line of this file: a text, or two texts separated by a tab; in .jsonl, an object; "
+        "or each row of a table",
+    )
+    add(
+        "--columns",
+        nargs="+",
+        metavar="FIELD=COLUMN",
+        help="read --file as a table, each text in the column of this name (default: those of the training "
+        "data); id=COLUMN copies a column into the answers",
     )
     add(
         "--out",
         type=Path,
         metavar="FILE",
-        help="write the answers to this file, which appears when complete (default: stdout)",
+        help="write the answers to this file, which appears when complete; .csv: a table with the id, or the "
+        "texts, and the answer (default: stdout)",
     )
     add_answer_options(options)
     add(

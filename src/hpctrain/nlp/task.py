@@ -122,6 +122,10 @@ class Task(ABC, Generic[AnyExample]):
     def get_texts(self, example: AnyExample) -> tuple[str, ...]:
         """The texts of an example; a tokenizer from scratch is trained on them."""
 
+    def has_answer(self, example: AnyExample) -> bool:
+        """Whether the data say what is to be predicted. Test sets of GLUE have -1 or nothing in its place."""
+        return True
+
     def group(self, example: AnyExample) -> Hashable | None:
         """The key of examples that --validation-split keeps in one part; None for an example by itself."""
         return None

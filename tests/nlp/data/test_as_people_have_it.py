@@ -107,12 +107,107 @@ def test_objects_are_a_list_or_lines_whatever_the_suffix(tmp_path, task, suffix)
     found = []
     for text in ("\n".join(map(json.dumps, objects)), json.dumps(objects), json.dumps(objects, indent=1)):
         path.write_text(text)
-        if (task, suffix) == ("qa", ".json") and not text.startswith("["):
-            with pytest.raises(HpctrainError, match=r"Extra data.* rename .*\.jsonl"):
-                read(task, path)
-        else:
-            found.append(read(task, path))
+        found.append(read(task, path))
     assert len(found[0]) == 2 and all(examples == found[0] for examples in found)
+
+
+def by_column(rows):
+    return {name: {str(i): row[name] for i, row in enumerate(rows)} for name in rows[0]}
+
+
+# Other forms of JSON, such as those of DataFrame.to_json(orient=...), for the objects of a task.
+SHAPES = {
+    "columns": lambda rows: json.dumps(by_column(rows)),
+    "columns, indented": lambda rows: json.dumps(by_column(rows), indent=4),
+    "index": lambda rows: json.dumps({str(i): row for i, row in enumerate(rows)}),
+    "by id": lambda rows: json.dumps({f"q-{i}": row for i, row in enumerate(rows)}),
+    "split": lambda rows: json.dumps(
+        {"columns": list(rows[0]), "index": [0, 1], "data": [list(row.values()) for row in rows]}
+    ),
+    "table": lambda rows: json.dumps({"schema": {"fields": []}, "data": rows}),
+    "list": lambda rows: json.dumps({name: [row[name] for row in rows] for name in rows[0]}),
+    "data": lambda rows: json.dumps({"version": "1.0", "data": rows}, indent=1),
+    "examples": lambda rows: json.dumps({"examples": rows}),
+    "indented objects": lambda rows: "\n".join(json.dumps(row, indent=2) for row in rows),
+    "commas at the ends": lambda rows: ",\n".join(map(json.dumps, rows)),
+    "indented, with commas": lambda rows: ",\n".join(json.dumps(row, indent=2) for row in rows),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("task", OBJECTS)
+def test_json_of_another_shape_gives_the_same_examples(tmp_path, task, shape):
+    (tmp_path / "plain.ndjson").write_text("\n".join(map(json.dumps, OBJECTS[task])))
+    (tmp_path / "other.json").write_text(SHAPES[shape](OBJECTS[task]))
+    assert read(task, tmp_path / "other.json") == read(task, tmp_path / "plain.ndjson")
+    if task == "classify":
+        columns = {"text": "text", "label": "label"}
+        assert len(classify.TASK.read(tmp_path / "other.json", None, columns)) == 2
+
+
+@pytest.mark.parametrize("task", OBJECTS)
+def test_a_single_object_is_an_example(tmp_path, task):
+    for indent in (None, 2):
+        (tmp_path / "one.json").write_text(json.dumps(OBJECTS[task][0], indent=indent))
+        assert len(read(task, tmp_path / "one.json")) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"train": OBJECTS["classify"], "test": OBJECTS["classify"]},
+        [["좋다", "1"], ["나쁘다", "0"]],
+        ["좋다", "나쁘다"],
+        {"rows": [{"row_idx": 0, "row": OBJECTS["classify"][0]}]},
+        {"좋다": ["1", "2"], "나쁘다": ["0"]},
+    ],
+)
+def test_json_of_an_unknown_shape_is_one_line_that_names_the_known(tmp_path, content):
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(HpctrainError, match="write a list of objects, or an object in each line") as error:
+        classify.TASK.read(tmp_path / "a.json", [])
+    assert "download" not in str(error.value) and "\n" not in str(error.value)
+
+
+TEXT = "Mina went to Busan"
+# Entities of TEXT as tools for annotation export them.
+EXPORTS = {
+    "doccano": {"label": [[13, 18, "LOC"], [0, 4, "PER"]], "Comments": []},
+    "doccano before 1.3": {"labels": [[0, 4, "PER"], [13, 18, "LOC"]]},
+    "doccano with relations": {
+        "entities": [
+            {"id": 1, "label": "PER", "start_offset": 0, "end_offset": 4},
+            {"id": 2, "label": "LOC", "start_offset": 13, "end_offset": 18},
+        ],
+        "relations": [],
+    },
+    "Prodigy": {
+        "tokens": [{"text": "Mina", "start": 0, "end": 4, "id": 0}],
+        "spans": [{"start": 0, "end": 4, "label": "PER"}, {"start": 13, "end": 18, "label": "LOC"}],
+    },
+    "Label Studio, JSON-MIN": {
+        "label": [
+            {"start": 0, "end": 4, "text": "Mina", "labels": ["PER"]},
+            {"start": 13, "end": 18, "text": "Busan", "labels": ["LOC"]},
+        ]
+    },
+    "a pipeline of transformers": {
+        "entities": [
+            {"entity_group": "PER", "score": 0.9, "word": "Mina", "start": 0, "end": 4},
+            {"entity_group": "LOC", "score": 0.9, "word": "Busan", "start": 13, "end": 18},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("tool", EXPORTS)
+def test_entities_are_read_as_tools_export_them(tmp_path, tool):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "text": TEXT} | EXPORTS[tool]) + "\n" for i in range(2)))
+    assert [sentence.entities for sentence in ner.TASK.read(path)] == [[(0, 4, "PER"), (13, 18, "LOC")]] * 2
+    path.write_text(json.dumps({"text": TEXT, "label": [[0, 4, "PER"], [2, 8, "PER"]]}))
+    with pytest.raises(HpctrainError, match="line 1: an entity is outside the text, overlaps another"):
+        ner.TASK.read(path)
 
 
 @pytest.mark.parametrize("tables", [False, True])

@@ -86,7 +86,8 @@ def test_missing_split_is_an_error_that_lists_the_files(tmp_path):
     with pytest.raises(HpctrainError, match=r"no train file, .*\(found klue-nli-v1.1_dev.json\)"):
         load_splits(pair.TASK, tmp_path)
     (tmp_path / "klue-nli-v1.1_dev.json").rename(tmp_path / "klue-nli-v1.1_train.json")
-    with pytest.raises(HpctrainError, match="no test file"):
+    (tmp_path / "klue-nli-v1.1_eval.json").touch()
+    with pytest.raises(HpctrainError, match=r"no test file, .*_eval\.json"):
         load_splits(pair.TASK, tmp_path)
     with pytest.raises(HpctrainError, match="cannot be read"):
         load_splits(pair.TASK, tmp_path / "missing")
@@ -102,8 +103,8 @@ def test_skipped_examples_of_all_files_are_counted_and_described(tmp_path):
         "test": ["1"],
     }
     assert formats.describe_skipped(skipped) == (
-        f"skipped 3 examples (an error with --strict); the first: {tmp_path}/ratings_test.txt, line 3: "
-        "1 fields, but the header has 3 (id, document, label): fix the line, or download the file again"
+        f"skipped 3 examples (an error with --strict); the first: {tmp_path}/ratings_train.txt, line 3: "
+        "2 fields, but the header has 3 (id, document, label): fix the line, or download the file again"
     )
     with pytest.raises(HpctrainError, match=re.escape(str(skipped[0]))):
         load_splits(classify.TASK, tmp_path)

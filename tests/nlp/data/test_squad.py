@@ -112,7 +112,7 @@ def test_second_valid_question_with_the_same_id_is_an_error(tmp_path):
             {"version": "1", "data": [*squad()["data"], {"title": "글", "context": "가"}]},
             r"data\[1\] has no 'paragraphs'",
         ),
-        ({"version": "1"}, r"qa\.json has no 'data'"),
+        ({"version": "1"}, r"qa\.json, line 1 has no 'context'.*: expected SQuAD JSON"),
         ({"version": "1", "data": []}, "the file has no examples"),
         ([1], r"\[0\]: not a JSON object"),
     ],

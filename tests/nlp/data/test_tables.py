@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import io
 import json
 import re
 import tracemalloc
@@ -21,7 +22,7 @@ from hpctrain.nlp.data.bio import Entity
 from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.data.squad import UNANSWERABLE, Answer
 from hpctrain.nlp.parser import parse_options
-from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
+from hpctrain.nlp.tasks import classify, generate, instruct, ner, pair, qa
 from hpctrain.nlp.tasks.pair import Pair
 from hpctrain.nlp.training import finetune
 from tests.nlp.data.test_formats import assert_error, write
@@ -125,7 +126,7 @@ def test_numbers_of_classes_get_their_names(suffix, tmp_path):
         ("가", "나", name) for name in ("entailment", "contradiction", "neutral")
     ]
     assert [str(error) for error in skipped] == [
-        f"{path}, row 3: its column 'label' has no value: fix the line, or download the file again"
+        f"{path}, row 3: its column 'label' has no value: add it, or leave the row out"
     ]
     assert {one.label for one in pair.TASK.read(tmp_path / f"plain.{suffix}", None, columns)} == {
         "0",
@@ -213,7 +214,7 @@ MISSING = r"no column 'stars', but review, sterne"
         ("a.arrow", b"",
          r"a\.arrow: ", 0),
         ("a.ods", b"PK", r"a\.ods: not a table that --columns reads "
-         r"\(\.arrow, \.csv, \.json, \.jsonl, \.parquet, \.tsv\)", 0),
+         r"\(\.arrow, \.csv, \.json, \.jsonl, \.ndjson, \.parquet, \.tsv\)", 0),
     ],
 )  # fmt: skip
 def test_invalid_table_is_one_line(name, content, message, left, tmp_path):
@@ -297,6 +298,120 @@ def test_run_reads_the_tables_of_a_folder(tmp_path, capsys):
     alone = [*options[:1], str(tmp_path / "train.csv"), *options[2:], "--validation-split", "0.3"]
     examples = finetune.read_examples(classify.TASK, parse_options(classify.TASK, alone), ALONE)
     assert sorted(map(len, examples.values())) == [1, 2, 3]
+
+
+KAGGLE = ["--columns", "text=review", "label=stars"]
+LABELED = "id,review,stars\n" + "".join(f"{i},a film {i},{i % 2}\n" for i in range(40))
+OBJECT = {"text": "a", "label": 1}
+TAGGED = {"tokens": ["a", "b"], "tags": ["B-LC", "O"]}
+QUESTION = {"question": "?", "context": "ab", "answers": [{"text": "a", "answer_start": 0}]}
+TURN = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def as_lines(*objects):
+    return "".join(json.dumps(each) + "\n" for each in objects)
+
+
+# A test set without labels, by its name: the task, options, the training set, and the test set.
+UNLABELED = {
+    "Kaggle": (classify, KAGGLE, "train.csv", LABELED, "id,review\n1,a\n2,b\n"),
+    "empty fields": (classify, KAGGLE, "train.csv", LABELED, "id,review,stars\n1,a,\n2,b,\n"),
+    "-1 in a csv": (classify, KAGGLE, "train.csv", LABELED, "id,review,stars\n1,a,-1\n2,b,-1\n"),
+    "GLUE's tsv": (
+        pair, ["--columns", "first=s1", "second=s2", "label=label"], "train.tsv",
+        "index\ts1\ts2\tlabel\n" + "0\ta\tb\t1\n" * 40, "index\ts1\ts2\n0\ta\tb\n",
+    ),
+    "NSMC's tsv": (
+        classify, [], "train.txt", "id\tdocument\tlabel\n" + "1\ta\t1\n" * 40, "id\tdocument\n1\ta\n",
+    ),
+    "null": (classify, [], "train.jsonl", as_lines(OBJECT) * 40, as_lines({"text": "a", "label": None})),
+    "no name": (classify, [], "train.jsonl", as_lines(OBJECT) * 40, as_lines({"text": "a"}) * 2),
+    "-1 in JSON": (classify, [], "train.json", json.dumps([OBJECT] * 40),
+                   json.dumps([OBJECT | {"label": -1}])),
+    "a number": (classify, ["--problem", "regression"], "train.jsonl", as_lines(OBJECT) * 40,
+                 as_lines({"text": "a"})),
+    "several": (classify, ["--problem", "multi-label"], "train.jsonl", as_lines(OBJECT) * 40,
+                as_lines({"text": "a", "label": []}) * 2),
+    "tags": (ner, [], "train.jsonl", as_lines(TAGGED) * 40, as_lines({"tokens": ["a"], "tags": []})),
+    "tags of -1": (ner, [], "train.jsonl", as_lines(TAGGED) * 40, as_lines({"tokens": ["a"], "tags": [-1]})),
+    "answers": (qa, [], "train.jsonl", as_lines(*({**QUESTION, "title": f"{i}"} for i in range(40))),
+                as_lines(QUESTION | {"answers": []})),
+    "no answers": (qa, [], "train.jsonl", as_lines(*({**QUESTION, "title": f"{i}"} for i in range(40))),
+                   as_lines({"question": "?", "context": "ab"})),
+    "instructions": (instruct, [], "train.jsonl", as_lines({"instruction": "a", "output": "b"}) * 40,
+                     as_lines({"instruction": "a"}, {"instruction": "a", "output": ""})),
+    "messages": (instruct, [], "train.jsonl", as_lines({"prompt": "a", "completion": "b"}) * 40,
+                 as_lines(TURN)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [[], ["--strict"]])
+@pytest.mark.parametrize("kind", UNLABELED)
+def test_a_test_set_without_labels_is_left_out(tmp_path, capsys, kind, strict):
+    module, options, name, training, test = UNLABELED[kind]
+    write(tmp_path / name, training)
+    unlabeled = write(tmp_path / name.replace("train", "test"), test)
+    args = parse_options(module.TASK, ["--data", str(tmp_path), "--model", "x", *options, *strict])
+    task = module.TASK.for_problem(args.problem)
+    examples = finetune.read_examples(task, args, ALONE)
+    assert {name: len(part) for name, part in examples.items()} == {"train": 32, "validation": 4, "test": 4}
+    said = capsys.readouterr().out
+    assert (
+        f"{unlabeled}: not used, because it has no labels; test scores are of a part of the training" in said
+    )
+    # with a validation set, that is the test set
+    write(tmp_path / name.replace("train", "dev"), training)
+    examples = finetune.read_examples(task, args, ALONE)
+    assert {name: len(part) for name, part in examples.items()} == {"train": 36, "validation": 4, "test": 40}
+
+
+def test_a_test_set_that_lacks_some_labels_is_used(tmp_path):
+    """-1 may be a class, and a question may have no answer."""
+    for name, last in (("train", '{"text": "a", "label": -1}\n'), ("test", '{"text": "a"}\n')):
+        write(tmp_path / f"{name}.jsonl", as_lines(OBJECT) * 4 + last)
+    skipped, unlabeled = [], []
+    found = load_splits(classify.TASK, tmp_path, skipped, None, unlabeled)
+    assert (len(found["test"]), len(skipped), unlabeled) == (4, 1, [])
+    with pytest.raises(HpctrainError, match=r"test\.jsonl, line 5 has no 'label'"):
+        load_splits(classify.TASK, tmp_path, None, None, unlabeled)
+    write(tmp_path / "test.jsonl", as_lines(OBJECT | {"label": -1}))
+    assert len(load_splits(classify.TASK, tmp_path, None, None, unlabeled)["test"]) == 1
+
+
+def test_a_folder_with_a_training_file_alone_is_split(tmp_path):
+    """As doccano exports one file. Another file that may be the test set is not left out in silence."""
+    write(tmp_path / "train.jsonl", as_lines(OBJECT) * 40)
+    write(tmp_path / "README.md", "")
+    args = parse_options(classify.TASK, ["--data", str(tmp_path), "--model", "x"])
+    examples = finetune.read_examples(classify.TASK, args, ALONE)
+    assert {name: len(part) for name, part in examples.items()} == {"train": 32, "validation": 4, "test": 4}
+
+
+# --- tables for predict ---
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.json", "a.jsonl", "a.tsv"])
+def test_predict_answers_a_table_as_kaggle_expects_it(tmp_path, name):
+    """With the columns of the training data, and the id that --columns names."""
+    rows = [{"Id": 7, "review": "좋다", "n": 1}, {"Id": 8, "review": 'a, "b"', "n": 2}]
+    frame, path = pandas.DataFrame(rows), tmp_path / name
+    if path.suffix == ".tsv":
+        path.write_text('Id\treview\n7\t좋다\n8\ta, "b"\n')
+    else:
+        WRITERS[path.suffix[1:]](frame, path)
+    args = argparse.Namespace(file=path, columns=["id=Id"])
+    columns = predict.choose_columns(args, classify.TASK, {"columns": COLUMNS})
+    assert predict.is_table(args) and columns == {"text": "review", "label": "stars", "id": "Id"}
+    texts, ids = predict.read_table(path, classify.TASK, columns)
+    assert (texts, [str(id_) for id_ in ids]) == ([("좋다",), ('a, "b"',)], ["7", "8"])
+    out = io.StringIO()
+    write_row = predict.make_csv_writer(out, classify.TASK, columns)
+    for text, id_ in zip(texts, ids, strict=True):
+        write_row({"id": id_, "text": text[0]}, {"label": "1", "probability": 0.5})
+    assert out.getvalue() == "Id,stars\n7,1\n8,1\n"
+    out = io.StringIO()  # without an id, and without the columns of the training
+    predict.make_csv_writer(out, pair.TASK, {})({"first": "a", "second": "b, c"}, {"labels": ["x", "y"]})
+    assert out.getvalue() == 'first,second,labels\na,"b, c","x,y"\n'
 
 
 def test_folders_of_the_library_datasets_and_of_the_hub_are_read(tmp_path):

@@ -48,7 +48,7 @@ def test_pair_without_agreement_is_skipped_whatever_the_format(tmp_path):
         ('[{"premise": "가", "hypothesis": "나"}, ' + KLUE_PAIR + "]", r", \[0\] has no 'gold_label'", 1),
         ("[" + KLUE_PAIR.replace("neutral", "") + "," + KLUE_PAIR + "]", ", b: the gold_label is empty", 1),
         ('[{"guid": "a"}, {"guid": "b"}]', ", a has no 'premise'", 0),
-        ('{"data": []}', "line 1 has no 'premise'", 0),
+        ('{"data": []}', "the file has no examples", 0),
         ("가\t나\n", "line 1: .*sentence1", 0),
         (KORNLI_HEADER, "the file has no examples", 0),
     ],

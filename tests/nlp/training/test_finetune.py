@@ -680,14 +680,16 @@ def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
         ("classify", ["--file", "empty.txt"], "empty.txt: the file is empty"),
         ("pair", ["--file", "tabs.txt"], "tabs.txt, line 2: expected first and second, separated by a tab"),
         # NSMC's own file: its number and label became part of the text
-        ("classify", ["--file", "tabs.txt"], "tabs.txt, line 1: expected a text without tabs, as one column"),
+        ("classify", ["--file", "tabs.txt"], "tabs.txt, line 1: expected a text without tabs, or --columns"),
         (
             "pair",
             ["--file", "broken.jsonl"],
             "broken.jsonl, line 1: expected a JSON object with first and second",
         ),
         ("classify", ["a", "--out", "missing/out"], "missing/out: cannot be written"),
-        ("classify", ["--file", "reviews.csv"], "reviews.csv: a table, whose lines would be taken as texts"),
+        ("classify", ["--file", "reviews.csv"], "reviews.csv: no column 'text', but id, review: give"),
+        ("classify", ["--file", "reviews.csv", "--columns", "a=b"], "--columns a=b: give FIELD=COLUMN"),
+        ("classify", ["a", "--columns", "id=id"], "--columns needs --file: give the table"),
     ],
 )
 def test_predict_explains_bad_input(task, arguments, message, models, tmp_path, monkeypatch):

@@ -18,6 +18,11 @@ TAG = r"(?:O|[BIESLUM]-\S+)"
 # IOBES has E and S, BILOU has L and U, BMES has M, E and S.
 TO_BIO = {"E": "I", "L": "I", "S": "B", "U": "B", "M": "I"}
 BLANKS = " \t"  # around the fields of CoNLL; other white space, such as U+00A0, is part of a token
+# The names of the list of entities: ours, doccano's by version, Prodigy's; and of what an entity has.
+ENTITY_LISTS = ("entities", "label", "labels", "spans")
+ENTITY_NAMES = {
+    "start_offset": "start", "end_offset": "end", "label": "type", "labels": "type", "entity_group": "type",
+}  # fmt: skip
 DOCUMENT_START = "-DOCSTART-"  # a line of CoNLL-2003 between documents
 
 
@@ -151,8 +156,12 @@ def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
         f"an object with tokens and tags{formats.OTHER_NAMES}, or with text and entities (start, end, type)"
     )
     id_ = location.rpartition(", ")[2]
-    if "tokens" in item:
-        tokens, tags = (formats.get_field(location, item, key, list, expected) for key in ("tokens", "tags"))
+    listed = next((key for key in ENTITY_LISTS if isinstance(item.get(key), list)), "entities")
+    if "tokens" in item and not ("text" in item and listed in item):
+        tokens = formats.get_field(location, item, "tokens", list, expected)
+        tags = formats.get_answer(location, item, "tags", list, expected)
+        if tokens and all(tag in (None, -1) for tag in tags):
+            raise formats.UnlabeledError(f"{location}: its tokens have no tags: add them, or leave it out")
         valid = len(tokens) == len(tags) > 0 and all(isinstance(token, str) for token in tokens)
         if not valid or not all(isinstance(tag, str) and re.fullmatch(TAG, tag) for tag in tags):
             raise formats.line_error(
@@ -165,13 +174,8 @@ def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
         return _join_units(id_, tokens, tags, True, location)
     text = formats.get_field(location, item, "text", str, expected)
     entities = [
-        Entity(
-            *(
-                formats.get_field(location, each, key, type_, expected)
-                for key, type_ in Entity.__annotations__.items()
-            )
-        )
-        for each in formats.get_field(location, item, "entities", list, expected)
+        _read_entity(location, each, expected)
+        for each in formats.get_answer(location, item, listed, list, expected)
     ]
     edges = [edge for entity in sorted(entities) for edge in entity[:2]]
     if edges != sorted(edges) or not all(
@@ -179,6 +183,22 @@ def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
     ):
         raise formats.line_error(location, "an entity is outside the text, overlaps another, or has no type")
     return Sentence(id_, text, sorted(entities), False, location=location)
+
+
+def _read_entity(location: str, item: Any, expected: str) -> Entity:
+    """An entity of a list: (start, end, type), or an object with these."""
+    if isinstance(item, list):
+        item = dict(zip(Entity._fields, item, strict=False))
+    elif isinstance(item, dict) and "type" not in item:
+        item = {ENTITY_NAMES.get(name, name): value for name, value in item.items()}
+        if isinstance(item.get("type"), list) and len(item["type"]) == 1:  # Label Studio
+            item["type"] = item["type"][0]
+    return Entity(
+        *(
+            formats.get_field(location, item, key, type_, expected)
+            for key, type_ in Entity.__annotations__.items()
+        )
+    )
 
 
 def _parse_marked_line(location: str, line: str) -> Sentence:

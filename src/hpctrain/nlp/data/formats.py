@@ -12,17 +12,27 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files.plain import open_plain
 from hpctrain.text import first_line, one_line
 
-JSON_LINES = ".jsonl"  # a JSON object in each line
-OBJECTS = {".json", JSON_LINES}
-TABLES = {".csv", ".tsv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
+JSON_LINES = {".jsonl", ".ndjson"}  # a JSON object in each line
+OBJECTS = {".json", *JSON_LINES}
+TABLES = {".csv", ".tsv", ".parquet", ".arrow", *OBJECTS}  # what --columns reads, see tables.py
+# The names under which an object has a list of all examples.
+CONTAINERS = ("data", "examples", "rows", "records", "items")
+# What an error about the shape of a file of JSON says.
+SHAPE = (
+    "write a list of objects, or an object in each line, as "
+    'DataFrame.to_json(path, orient="records", lines=True) does'
+)
 NSMC_COLUMNS = ("id", "document", "label")
+LABEL_COLUMNS = {"label", "gold_label", "score"}  # of the tsv of NSMC, KorNLI and KorSTS
 # the first bytes of Parquet, of a file and of a stream of Arrow
 MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
 # Their first bytes, their suffix, and what made them.
@@ -38,10 +48,16 @@ MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (code
 MAX_ERRORS = 100  # of a file that are kept
 # What an error about the names in an object adds.
 OTHER_NAMES = "; --columns FIELD=COLUMN reads other names"
+BLANKS = re.compile(r"[\s,]*")  # between two objects
 CONTROLS = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")  # bytes that no text has
 SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
 
 AnyExample = TypeVar("AnyExample")
+Located: TypeAlias = tuple[str, Callable[[], Any]]  # where a value is, and what returns it
+
+
+class UnlabeledError(HpctrainError):
+    """An example, or a file of them, without what is to be predicted, as the test sets of GLUE and Kaggle."""
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -91,9 +107,8 @@ def read_examples(
             # lines would take hundreds of times its size. The number of errors stays right.
             errors.append(error.with_traceback(None) if len(errors) < MAX_ERRORS else errors[0])
     if errors and not examples:
-        raise HpctrainError(
-            f"{path}: none of its {len(errors):,} examples can be read; the first: {errors[0]}"
-        )
+        kind = UnlabeledError if all(isinstance(error, UnlabeledError) for error in errors) else HpctrainError
+        raise kind(f"{path}: none of its {len(errors):,} examples can be read; the first: {errors[0]}")
     if not examples:
         raise HpctrainError(f"{path}: the file has no examples: download it again")
     if skipped is not None:
@@ -195,22 +210,44 @@ def read_objects(
 ) -> list[AnyExample]:
     """read_examples() of JSON objects; `make` gets the location and the object.
 
-    They are in a list, or one on each line (JSON Lines), whatever the name of the file says: pandas and
-    datasets write lines into .json as well. Blank lines are skipped.
+    They are in a list, or follow each other, usually one on each line (JSON Lines), whatever the name of the
+    file says: pandas and datasets write lines into .json as well. Blank lines are skipped. A single object
+    that is no example may be a table: see _unfold().
     """
-    is_list = has_list(path)
-    items: Iterable[tuple[str, Any]] = (
-        ((f"{path}, [{i}]", item) for i, item in enumerate(read_json(path, list, "a list of objects")))
-        if is_list
-        else ((f"{path}, line {i}", line) for i, line in enumerate(read_lines(path), 1) if line.strip())
-    )
 
-    def make_from_item(location: str, item: Any) -> AnyExample:
-        value = item if is_list else _parse_line(location, item)
+    def make_from_item(location: str, get: Callable[[], Any]) -> AnyExample:
+        value = get()
         if not isinstance(value, dict):
-            raise line_error(location, "not a JSON object")
+            raise HpctrainError(f"{location}: not a JSON object: {SHAPE}")
         return make(location, value)
 
+    def is_example(item: Located) -> bool:
+        with suppress(UnlabeledError):
+            try:
+                make_from_item(*item)
+            except UnlabeledError:
+                raise
+            except HpctrainError:
+                return False
+        return True
+
+    if has_list(path):
+        items = _enumerate(path, read_json(path, list, "a list of objects"))
+    elif len(items := _list_values(path)) == 1:
+        try:
+            return [make_from_item(*items[0])]
+        except HpctrainError as error:
+            value = items[0][1]()
+            tables = (_enumerate(path, rows) for rows in _unfold(value))
+            table = next((rows for rows in tables if not rows or any(map(is_example, rows[:10]))), None)
+            if table is None:
+                is_nested = isinstance(value, dict) and any(
+                    isinstance(each, list | dict) for each in value.values()
+                )
+                raise type(error)(
+                    f"{error}; for several examples, {SHAPE}" if is_nested else f"{error}"
+                ) from error
+            items = table
     return read_examples(path, make_from_item, items, skipped)
 
 
@@ -219,9 +256,78 @@ def has_list(path: Path) -> bool:
     return read_text(path).lstrip().startswith("[")
 
 
+def _return(value: Any) -> Any:
+    return value
+
+
+def _skip_blanks(text: str, at: int) -> int:
+    match = BLANKS.match(text, at)
+    return match.end() if match else at
+
+
+def _enumerate(path: Path, values: Sequence[Any]) -> list[Located]:
+    return [(f"{path}, [{i}]", partial(_return, value)) for i, value in enumerate(values)]
+
+
+def _list_values(path: Path) -> list[Located]:
+    """The location of each value that a file of JSON has one after the other, and a function that returns it.
+
+    If the first one has a line to itself, so have all, and the function raises HpctrainError for a line that
+    is not valid. Otherwise values have several lines, as json.dump(indent=2) writes them.
+    """
+    lines = read_lines(path)
+    text, decoder = "\n".join(lines), json.JSONDecoder()
+    at, number = _skip_blanks(text, 0), 1
+    with suppress(ValueError, RecursionError):
+        if "\n" in text[at : decoder.raw_decode(text, at)[1]]:
+            values: list[Located] = []
+            counted = 0
+            while at < len(text):
+                number, counted = number + text.count("\n", counted, at), at
+                location = f"{path}, line {number}"
+                try:
+                    value, end = decoder.raw_decode(text, at)
+                except (ValueError, RecursionError) as error:
+                    raise HpctrainError(
+                        f"{location}: not valid JSON ({first_line(error)}): {SHAPE}"
+                    ) from error
+                values.append((location, partial(_return, value)))
+                at = _skip_blanks(text, end)
+            return values
+    return [
+        (location := f"{path}, line {i}", partial(_parse_line, location, line))
+        for i, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+
+
+def _unfold(value: Any) -> Iterator[list[Any]]:
+    """The lists of examples that one object may hold, as pandas and others write tables.
+
+    DataFrame.to_json() writes a column after the other, with orient="index" a row after the other, with
+    "split" and "table" the rows in "data".
+    """
+    table = value if isinstance(value, dict) else {}
+    columns, names, parts = table.get("columns"), list(table), list(table.values())
+    for rows in map(table.get, CONTAINERS):
+        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+            yield rows
+        elif isinstance(rows, list) and isinstance(columns, list):
+            names, parts = [str(name) for name in columns], [list(part) for part in zip(*rows, strict=False)]
+    if parts and all(isinstance(part, dict) for part in parts):
+        yield parts
+        parts = [[part[key] for key in parts[0]] for part in parts if part.keys() == parts[0].keys()]
+    if (
+        parts
+        and len(parts) == len(names)
+        and all(isinstance(part, list) and len(part) == len(parts[0]) for part in parts)
+    ):
+        yield [dict(zip(names, row, strict=True)) for row in zip(*parts, strict=True)]
+
+
 def _parse_line(location: str, line: str) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line.strip().removesuffix(","))
     except (ValueError, RecursionError) as error:
         raise line_error(location, f"not valid JSON ({first_line(error)})") from error
 
@@ -232,7 +338,9 @@ def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, str]
     if header.split("\t") != list(columns):
         expected = f"expected the column names {', '.join(columns)}, separated by tabs"
         hint = " (--columns FIELD=COLUMN reads a table with others)" if path.suffix.lower() in TABLES else ""
-        raise line_error(f"{path}, line 1", f"{expected}, but found {header[:80]!r}{hint}")
+        is_unlabeled = header.split("\t") == [name for name in columns if name not in LABEL_COLUMNS]
+        error = line_error(f"{path}, line 1", f"{expected}, but found {header[:80]!r}{hint}")
+        raise UnlabeledError(f"{error}") if is_unlabeled else error
     for number, line in enumerate(lines, 2):
         yield f"{path}, line {number}", line
 
@@ -280,6 +388,13 @@ def get_field(location: str, item: object, key: str, type_: type, expected: str)
     return value
 
 
+def get_answer(location: str, item: object, key: str, type_: type, expected: str) -> Any:
+    """get_field() of what is to be predicted. Raises UnlabeledError if it is not there."""
+    if not isinstance(item, dict) or item.get(key) is None:
+        raise UnlabeledError(f"{location} has no {key!r} of type {type_.__name__}: expected {expected}")
+    return get_field(location, item, key, type_, expected)
+
+
 def get_label(location: str, item: object, key: str, expected: str) -> str:
     """`item[key]`, a text that is not empty, an integer, or true or false, without white space around it.
 
@@ -293,10 +408,10 @@ def get_label(location: str, item: object, key: str, expected: str) -> str:
             f"{location}: the {key} is the number {value}, not one class: give --problem regression, "
             "or write classes as integers or texts"
         )
-    text = str(value) if isinstance(value, int) else get_field(location, item, key, str, expected)
+    text = str(value) if isinstance(value, int) else get_answer(location, item, key, str, expected)
     label = unicodedata.normalize("NFC", text.strip())
     if not label:
-        raise HpctrainError(f"{location}: the {key} is empty: add it, or remove the example from the file")
+        raise UnlabeledError(f"{location}: the {key} is empty: add it, or remove the example from the file")
     return label
 
 

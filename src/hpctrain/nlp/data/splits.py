@@ -4,14 +4,14 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files.plain import refuse_pointer
 from hpctrain.files.trust import refuse_own_below_link
-from hpctrain.nlp.data.formats import JSON_LINES, TABLES, describe_packed, list_names
+from hpctrain.nlp.data.formats import OBJECTS, TABLES, UnlabeledError, describe_packed, list_names
 from hpctrain.text import counted
 
 if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
@@ -25,7 +25,7 @@ SPLITS = {
     "test": "test",
     "testb": "test",
 }
-SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
+SUFFIXES = {".txt", ".tsv", *OBJECTS, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
 # What the library datasets writes beside the data that it saves.
 OF_DATASETS = re.compile(r"state\.json|dataset_info\.json|dataset_dict\.json|cache-.*\.arrow")
 
@@ -35,24 +35,53 @@ def load_splits(
     data: Path | None,
     skipped: list[HpctrainError] | None = None,
     columns: dict[str, str] | None = None,
+    unlabeled: list[Path] | None = None,
 ) -> "dict[str, list[AnyExample]]":
     """Read the examples of each split from the files in a folder.
 
     Without `data` these are the task's sample data. A single file is read as "train", for split_examples() to
     divide. With `columns` the files are tables: see Task.read(). Raises HpctrainError; with a list `skipped`,
-    errors in single examples go there instead. Raises UsageError if there is no `data` and the task has no
-    sample data.
+    errors in single examples go there instead, and with a list `unlabeled` the files for test and validation
+    that have no label at all (GLUE, Kaggle). Without a test file, validation is the test set. Raises
+    UsageError if there is no `data` and the task has no sample data.
     """
     folder = data or task.samples
     if folder is None:
         raise UsageError(f"nlp.{task.name} has no sample data: give --data a folder or a file")
     if folder.is_file():
         return {"train": task.read(folder, skipped, columns)}
-    splits = find_split_files(folder, tables=columns is not None)
-    return {
-        name: [example for path in paths for example in task.read(path, skipped, columns)]
-        for name, paths in splits.items()
+    files = find_split_files(folder, tables=columns is not None)
+    splits = {
+        "train": [example for path in files.pop("train") for example in task.read(path, skipped, columns)]
     }
+    all_labeled = all(map(task.has_answer, splits["train"]))
+    for name, path in ((name, path) for name, paths in files.items() for path in paths):
+        try:
+            examples = task.read(path, skipped, columns)
+            if all_labeled and not any(map(task.has_answer, examples)):
+                raise UnlabeledError(f"{path}: its examples have no labels: leave it out")
+        except UnlabeledError:
+            if unlabeled is None or (skipped is None and _has_labels(task, path, columns)):
+                raise
+            unlabeled.append(path)
+        else:
+            splits.setdefault(name, []).extend(examples)
+    return _with_test(splits)
+
+
+def _has_labels(task: "Task[AnyExample]", path: Path, columns: dict[str, str] | None) -> bool:
+    """Whether some examples of a file have a label. The first error of --strict does not tell."""
+    try:
+        return any(map(task.has_answer, task.read(path, [], columns)))
+    except UnlabeledError:
+        return False
+
+
+def _with_test(splits: dict[str, Any]) -> dict[str, Any]:
+    """The splits, with dev as the test set if there is none (KLUE, KorQuAD)."""
+    if "test" not in splits and "validation" in splits:
+        splits["test"] = splits.pop("validation")
+    return splits
 
 
 def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]]:
@@ -67,8 +96,9 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
     taken: train/reviews.txt, plain_text/train-00000-of-00001.parquet, train/data-00000-of-00001.arrow. Hidden
     files, such as those that macOS and editors leave, are no data.
 
-    Raises HpctrainError that lists the files if there is no training or test file, or if there are two of one
-    name, such as train.csv and train.tsv: the same data in two formats.
+    Raises HpctrainError that lists the files if there is no training file, if there is no test file but one
+    that may be it, or if there are two of one name, such as train.csv and train.tsv: the same data in two
+    formats.
     """
     suffixes = TABLES if tables else SUFFIXES
     try:
@@ -83,14 +113,17 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
         raise HpctrainError(
             f"{folder}: cannot be read ({error.strerror}): give --data a folder or a file"
         ) from error
-    if "test" not in splits and "validation" in splits:
-        splits["test"] = splits.pop("validation")
+    _with_test(splits)
     for name, such_as in (
         ("train", "ratings_train.txt or klue-nli-v1.1_train.json"),
         ("test", "ratings_test.txt or *_dev.json"),
     ):
         if name not in splits:
             there = sorted(path for path in folder.iterdir() if path.is_file())
+            used = {path for paths in splits.values() for path in paths}
+            others = [path for path in there if path not in used and path.suffix.lower() in TABLES | SUFFIXES]
+            if name == "test" and not others and not any(map(describe_packed, there)):
+                break  # a part of the training data is the test set
             found = list_names([path.name for path in there]) or "no file"
             advice = (
                 f"rename one, so that its name has one of the words {', '.join(SPLITS)}, "

@@ -50,7 +50,7 @@ def read_questions(
     A question with is_impossible, or without answers, is UNANSWERABLE. Each answer must be at its
     answer_start, except that its white space may differ (in KorQuAD's dev set all 5,774 match exactly).
     """
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
 
     def make(where: str, title: str, context: str, item: object) -> Question:
         if isinstance(item, dict) and type(item.get("id")) is int:  # as in COVID-QA
@@ -60,11 +60,10 @@ def read_questions(
         location = f"{path}, question {formats.excerpt(id_)}"
         text = _get(location, item, "question", str)
         answers = _read_answers(location, context, item)
-        if id_ in seen:
+        if seen.setdefault(id_, where) != where:
             raise HpctrainError(
                 f"{location}: an earlier question has the same id: give each question its own"
             )
-        seen.add(id_)
         return Question(id_, title, context, text, answers, location=location)
 
     def make_from_json(location: str, item: dict[str, Any]) -> Question:
@@ -76,13 +75,18 @@ def read_questions(
 
     if columns:
         questions = read_columns(path, columns, make_from_json, skipped)
-    elif path.suffix.lower() == formats.JSON_LINES or formats.has_list(path):
-        questions = formats.read_objects(path, make_from_json, skipped)
-    else:
+    elif path.suffix.lower() in formats.OBJECTS - formats.JSON_LINES and _has_paragraphs(path):
         questions = formats.read_examples(path, make, _iterate_questions(path), skipped)
+    else:
+        questions = formats.read_objects(path, make_from_json, skipped)
     if any(question.answers == UNANSWERABLE for question in questions):
         return [replace(question, optional=True) for question in questions]
     return questions
+
+
+def _has_paragraphs(path: Path) -> bool:
+    """Whether a file is one object with articles, as those of SQuAD."""
+    return not formats.has_list(path) and '"paragraphs"' in formats.read_text(path)
 
 
 def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Answer]:
@@ -99,7 +103,7 @@ def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Ans
     where = f"{location}: an answer"
     answers = [
         Answer(_get(where, each, "text", str), _get(where, each, "answer_start", int))
-        for each in _get(location, {"answers": listed}, "answers", list)
+        for each in formats.get_answer(location, {"answers": listed}, "answers", list, EXPECTED)
     ]
     for answer, start in answers:
         found = context[max(start, 0) : start + len(answer)]

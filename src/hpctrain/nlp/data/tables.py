@@ -17,6 +17,7 @@ from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.formats import AnyExample
 from hpctrain.text import first_line
 
+ANSWERS = {"label", "tags", "answers", "completion", "output", "response"}  # the fields to be predicted
 ROWS = 1_000  # of Parquet that are read at a time
 # How much a Parquet or Arrow file may unpack to per byte, and what a row counts beside its texts.
 MAX_RATIO, ROW = 1_000, 100
@@ -67,24 +68,31 @@ def _pick_fields(location: str, row: Mapping[Any, Any], columns: Mapping[str, st
         raise formats.line_error(
             location, "more fields than the header has: in a csv, quote a field that has a comma in it"
         )
-    for column in columns.values():
+    for field, column in columns.items():
+        kind = _kind_of_error(field)
         if column not in row:
-            raise formats.line_error(location, _describe_columns(column, [str(name) for name in row]))
+            raise kind(f"{location}: {_describe_columns(column, [str(name) for name in row])}: fix the line")
         if row[column] is None:
-            raise formats.line_error(location, f"its column {column!r} has no value")
+            raise kind(f"{location}: its column {column!r} has no value: add it, or leave the row out")
     return {field: row[column] for field, column in columns.items()}
 
 
 def _check_columns(path: Path, columns: Mapping[str, str], names: Sequence[str]) -> None:
     """Raise HpctrainError if a column is not among the `names` in a file, or is there twice."""
-    for column in columns.values():
+    for field, column in columns.items():
         if column not in names:
-            raise HpctrainError(
+            kind = _kind_of_error(field)
+            raise kind(
                 f"{path}: {_describe_columns(column, names)}: give --columns FIELD=COLUMN with one of these, "
                 "or add the header, if its first line has none"
             )
         if names.count(column) > 1:
             raise HpctrainError(f"{path}: it has several columns {column!r}: rename all but one")
+
+
+def _kind_of_error(field: str) -> type[HpctrainError]:
+    """The error for a field that is not there."""
+    return formats.UnlabeledError if field in ANSWERS else HpctrainError
 
 
 def _describe_columns(column: str, names: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ NEEDED = [
 PICKLES = ["pytorch_model.bin*", "pytorch_model-?????-of-?????.bin"]
 FILE_SUFFIXES = {".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"}  # no name of a model ends so
 DATA_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-DATA_FILES = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.txt"]
+DATA_FILES = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.ndjson", "*.json", "*.txt"]
 
 
 def resolve_model(name: str, world: World) -> Path:

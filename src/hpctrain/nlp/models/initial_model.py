@@ -111,6 +111,8 @@ def load_model(
         "stride": args.stride,
         "positions": positions,
     }
+    if args.columns:  # for `hpctrain predict`
+        model.config.hpctrain["columns"] = args.columns
     return model
 
 

@@ -58,6 +58,10 @@ class LabelTask(Task[AnyLabeled]):
         """The label of an example. Raises HpctrainError."""
         return formats.get_label(location, item, key, expected)
 
+    def has_answer(self, example: AnyLabeled) -> bool:
+        """Whether it has a label but -1."""
+        return example.label not in ("-1", ("-1",), (), -1.0)
+
     def collect_labels(self, examples: Sequence[AnyLabeled]) -> list[str]:
         """The classes in alphabetical order."""
         return sorted({str(example.label) for example in examples})

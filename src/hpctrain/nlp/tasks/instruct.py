@@ -171,7 +171,7 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
         more, answer = ("context", "response") if "response" in item else ("input", "output")
         if item.get(more):
             asked += "\n\n" + formats.get_field(location, item, more, str, expected)
-        messages = [("user", asked), ("assistant", formats.get_field(location, item, answer, str, expected))]
+        messages = [("user", asked), ("assistant", formats.get_answer(location, item, answer, str, expected))]
     elif key is None and "prompt" in has:  # with messages, it is the first of them (UltraChat)
         if has.get("label") is False:  # KTO
             raise HpctrainError(
@@ -179,9 +179,8 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
                 "remove such examples"
             )
         kind = list if isinstance(has["prompt"], list) else str
-        prompt, completion = (
-            formats.get_field(location, item, name, kind, expected) for name in ("prompt", "completion")
-        )
+        prompt = formats.get_field(location, item, "prompt", kind, expected)
+        completion = formats.get_answer(location, item, "completion", kind, expected)
         if kind is str:
             messages = [("user", prompt), ("assistant", completion)]
         else:
@@ -194,7 +193,9 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
         messages.insert(0, ("system", formats.get_field(location, item, "system", str, expected)))
         context += context > 1
     if not any(role == "assistant" and text for role, text in messages[context:]):
-        raise formats.line_error(location, "it has no answer of the assistant")
+        raise formats.UnlabeledError(
+            f"{location}: it has no answer of the assistant: add it, or leave it out"
+        )
     return Conversation(tuple(messages), context, location=location)
 
 

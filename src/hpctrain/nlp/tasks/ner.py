@@ -40,7 +40,7 @@ class Ner(Task[Sentence]):
     formats = (
         "KLUE-NER: tsv by character; lines of text␞text with <span:TAG>; "
         "CoNLL: a token and its tag per line (BIO, IOBES, BILOU or BMES); "
-        "jsonl with tokens, tags or with text, entities"
+        "jsonl with tokens, tags or with text, entities, also as doccano and Prodigy export it"
     )
     fields = ("tokens", "tags")
     examples = (("김민수는 서울에 산다.",), ("이순신은 한산도에서 싸웠다.",))

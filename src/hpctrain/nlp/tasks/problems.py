@@ -31,6 +31,8 @@ class MultiLabel:
     def get_label(self, location: str, item: object, key: str, expected: str) -> tuple[str, ...]:
         """The classes of `item[key]`: a list, or a text with commas between them. It may be empty."""
         value = item.get(key) if isinstance(item, dict) else None
+        if value is None:
+            raise formats.UnlabeledError(f"{location} has no {key!r}: expected {expected}")
         # Two other ways to write classes are refused: [0, 1, 1] would be read as the classes 0 and 1, and the
         # text "['a', 'b']" as the classes ['a' and 'b'].
         if isinstance(value, list) and all(
@@ -130,9 +132,8 @@ class Regression:
                 number = float(value)
         if not math.isfinite(number):
             shown = formats.excerpt(repr(value))
-            raise HpctrainError(
-                f"{location}: the {key} is {shown}, not a number: fix it, or remove the example"
-            )
+            kind = formats.UnlabeledError if value in (None, "") else HpctrainError
+            raise kind(f"{location}: the {key} is {shown}, not a number: fix it, or remove the example")
         return number
 
     def collect_labels(self, examples: Sequence[Any]) -> list[str]:

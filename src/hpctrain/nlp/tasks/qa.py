@@ -85,6 +85,10 @@ class Qa(Task[Question]):
     def get_texts(self, example: Question) -> tuple[str, ...]:
         return (example.question, example.context)
 
+    def has_answer(self, example: Question) -> bool:
+        """Whether it has an answer in its context."""
+        return example.answers != UNANSWERABLE
+
     def group(self, example: Question) -> str:
         """The article: its paragraphs and questions stay in one part."""
         return example.title

@@ -101,9 +101,11 @@ def fine_tune(task: Task, world: World, arguments: list[str], prune: Prune | Non
 def read_examples(task: Task, args: FineTuneOptions, world: World) -> dict[str, list[Any]]:
     """The "train", "validation" and "test" examples; splits without a file come from training."""
     skipped: list[HpctrainError] | None = None if args.strict else []
+    unlabeled: list[Path] = []
     path = resolve_data(args.data, world) if args.data else None
     with all_or_none(world):
-        splits = load_splits(task, path, skipped, args.columns)
+        splits = load_splits(task, path, skipped, args.columns, unlabeled)
+        tested = "other files" if "test" in splits else "a part of the training data"
         if "test" not in splits:  # --data is a single file; its test set must not depend on --seed
             splits["train"], splits["test"] = split_examples(
                 task, splits["train"], args.validation_split, seed=0
@@ -114,6 +116,10 @@ def read_examples(task: Task, args: FineTuneOptions, world: World) -> dict[str, 
             )
         splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
         remarks = [
+            *[
+                f"{file}: not used, because it has no labels; test scores are of {tested}"
+                for file in unlabeled
+            ],
             formats.describe_skipped(skipped or ()),
             *describe_files(path, tables=args.columns is not None),
         ]
