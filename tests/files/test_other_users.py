@@ -4,12 +4,14 @@ docs/reference/security.md has the list.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.commands import bench
@@ -23,7 +25,9 @@ from hpctrain.files.plain import open_plain
 from hpctrain.nlp.data.splits import find_split_files
 from hpctrain.nlp.models import hub
 from hpctrain.run.options import RunOptions
+from hpctrain.run.owner import Owner
 from hpctrain.run.prepare import prepare_folder
+from hpctrain.run.record import Record
 from hpctrain.servers.tunnel import Tunnel
 
 by_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files for another user")
@@ -93,6 +97,78 @@ def test_a_run_folder_that_another_user_foresaw_is_refused(tmp_path, monkeypatch
     with pytest.raises(HpctrainError, match="another user"):
         bench.prepare(Path("runs/bench/48"), foreseen=True)
     assert not list((tmp_path / "precious").iterdir())
+
+
+@by_root
+@pytest.mark.parametrize(
+    ("what", "resume"),
+    [
+        ("run", "auto"),
+        ("run", "folder"),
+        ("run", None),
+        ("run/checkpoints", None),
+        ("run/checkpoints/epoch-0001.pt", "auto"),
+        ("everybody's", "auto"),
+    ],
+)
+def test_no_run_begins_or_goes_on_in_what_another_user_made(tmp_path, theirs, monkeypatch, what, resume):
+    """The weights of another user became the result, in their folder: made before, or exchanged since."""
+    folder = tmp_path / ("everybody's/run" if what == "everybody's" else "run")
+    (folder / "checkpoints").mkdir(parents=True)
+    checkpoint.save(folder / "checkpoints/epoch-0001.pt", {})
+    (folder / "config.json").write_text('{"job": "48", "trainer": "train"}')
+    monkeypatch.setenv("SLURM_JOB_ID", "48")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    options = RunOptions(out=folder, resume=folder if resume == "folder" else resume)
+    prepare_folder("train", options)[2].release()
+    if what == "everybody's":
+        os.chown(folder.parent, 1234, 1234)
+        folder.parent.chmod(0o775)  # as in the folder of a project
+        prepare_folder("train", options)[2].release()
+        folder.parent.chmod(0o777)
+    else:
+        theirs(tmp_path / what)
+    with pytest.raises(HpctrainError, match=r"run: .*another user.*--out"):
+        prepare_folder("train", options)
+    assert not (folder / "owner.json").exists()
+    if what == "run":  # what is meant to be of somebody else
+        own = prepare_folder("train", RunOptions(out=tmp_path / "own", resume=folder))
+        assert own[1] == folder / "checkpoints/epoch-0001.pt"
+        own[2].release()
+
+
+@by_root
+@pytest.mark.parametrize("first_file", [False, True])
+def test_a_new_folder_that_another_user_exchanges_is_left(tmp_path, monkeypatch, theirs, first_file):
+    """Between mkdir() and the first file, or after it, while no config.json identifies the run."""
+    folder, mkdir, acquire = tmp_path / "run", Path.mkdir, Owner.acquire
+
+    def exchange():
+        folder.rename(tmp_path / "away")
+        mkdir(folder)
+        theirs(folder)
+
+    def make(path, *args, **kwargs):
+        mkdir(path, *args, **kwargs)
+        if path == folder and not first_file:
+            exchange()
+
+    def become_owner(owner):
+        acquire(owner)
+        exchange()
+
+    monkeypatch.setattr(Path, "mkdir", make)
+    if first_file:
+        monkeypatch.setattr(Owner, "acquire", become_owner)
+    with pytest.raises(HpctrainError, match=r"run: .*another"):
+        Record(ALONE, "mine", RunOptions(out=folder), torch.device("cpu"))
+    if not first_file:
+        for make_folder in (Tunnel("serve", folder).__enter__, lambda: bench.prepare(folder, foreseen=False)):
+            shutil.rmtree(folder)
+            shutil.rmtree(tmp_path / "away")
+            with pytest.raises(HpctrainError, match=r"run: .*another"):
+                make_folder()
+        assert not list(folder.iterdir())
 
 
 @by_root

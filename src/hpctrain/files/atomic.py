@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from hpctrain.files.trust import follow_link, open_without_link
+from hpctrain.files.trust import check_owner, follow_link, open_without_link
 
 # How often and how long to retry a full, read-only or missing file system, in seconds.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
@@ -138,7 +138,7 @@ def folder(path: Path, replace: bool = True) -> Iterator[Path]:
 
 
 def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
-    """Sync a finished folder beside `path`, and rename it to `path`.
+    """Sync a finished folder beside `path`, and rename it to `path`. PermissionError if others exchanged it.
 
     An earlier folder that has files is replaced, or raises OSError if `replace` is false. A rename cannot
     replace it, so it is renamed first: a crash between the two renames leaves both, under hidden names.
@@ -147,6 +147,7 @@ def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
         if not part.is_symlink():
             sync(part)
     sync(finished)
+    check_owner(finished)
     earlier = _temporary_name(path).with_suffix(".old")
     try:
         if replace and path.exists():

@@ -48,7 +48,7 @@ def follow_link(path: Path) -> Path:
             status = os.fstat(number)
             if not stat.S_ISLNK(status.st_mode):
                 return path
-            if _is_of_others(status):
+            if is_of_others(status):
                 raise PermissionError(errno.EPERM, "a link that another user made", str(path))
             path = path.parent / os.readlink("", dir_fd=number)
         finally:
@@ -71,7 +71,7 @@ def open_to_read(path: Path) -> int:
             raise
     link = path.lstat()
     number = os.open(path, flags)
-    if _is_of_others(link) and os.fstat(number).st_uid == os.geteuid():
+    if is_of_others(link) and os.fstat(number).st_uid == os.geteuid():
         os.close(number)
         raise _link_to_own(path)
     return number
@@ -81,27 +81,48 @@ def refuse_own_below_link(path: Path, folder: Path) -> None:
     """Refuse a file of this user that a link of another user, anywhere below the folder, leads to."""
     parts = [path, *path.parents][: len(path.relative_to(folder).parts)]
     if path.stat().st_uid == os.geteuid() and any(
-        part.is_symlink() and _is_of_others(part.lstat()) for part in parts
+        part.is_symlink() and is_of_others(part.lstat()) for part in parts
     ):
         raise _link_to_own(path)
 
 
 def make_private_folder(folder: Path, *, foreseen: bool) -> None:
-    """Make a folder for this user alone; one that is there keeps its permissions. `foreseen`: its name is.
+    """Make a folder for this user alone; one of this user that is there keeps its permissions.
 
-    Raises OSError, and HpctrainError for a folder in the memory of the container.
+    `foreseen`: its name is, so no link above it may be another user's. Raises OSError, and HpctrainError for
+    a folder in the memory of the container.
     """
-    _check_folder(folder, foreseen)
+    check_owner(folder, foreseen=foreseen)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_owner(folder, foreseen=foreseen)  # somebody else may have put another one there
     _refuse_throw_away(folder)
 
 
 def refuse_foreign(path: Path, *, advice: str, foreseen: bool = True) -> None:
-    """Refuse another user's link, and if the name can be `foreseen` all that another user made."""
+    """Refuse what check_owner() does, with advice."""
     try:
-        _check_folder(path, foreseen)
+        check_owner(path, foreseen=foreseen)
     except PermissionError as error:
         raise HpctrainError(f"{path}: {error.strerror}: {advice}") from error
+
+
+def check_owner(path: Path, *, foreseen: bool = False) -> None:
+    """Raise PermissionError for what another user made, or put where everybody can, and can exchange.
+
+    `foreseen`: the name is, so no link above it may be another user's. The folder of a project may be that
+    of a colleague, but not one that everybody can write, unless its sticky bit is set as in /tmp.
+    """
+    for each in (path, *path.parents) if foreseen else (path,):
+        follow_link(each)
+    for each in (path, *path.absolute().parents):
+        if not each.exists():
+            continue
+        status = each.stat()
+        open_to_all = status.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+        if is_of_others(status) and (each == path or open_to_all):
+            what = "a folder" if stat.S_ISDIR(status.st_mode) else "a file"
+            where = "" if each == path else f"in {each}, "
+            raise PermissionError(errno.EPERM, f"{where}{what} that another user made", str(path))
 
 
 def refuse_changeable(*paths: Path, advice: str) -> None:
@@ -109,7 +130,7 @@ def refuse_changeable(*paths: Path, advice: str) -> None:
     for path in paths:
         status = path.lstat()
         shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if _is_of_others(status) or stat.S_ISLNK(status.st_mode) or shared:
+        if is_of_others(status) or stat.S_ISLNK(status.st_mode) or shared:
             raise HpctrainError(
                 f"{path}: another user has made it or can change it: {advice}, or chmod go-w your own"
             )
@@ -155,7 +176,8 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _is_of_others(status: os.stat_result) -> bool:
+def is_of_others(status: os.stat_result) -> bool:
+    """Whether a file belongs neither to this user nor to root."""
     return status.st_uid not in (0, os.geteuid())
 
 
@@ -164,13 +186,6 @@ def _link_to_own(path: Path) -> HpctrainError:
         f"{path}: a link that another user made leads to a file of yours, {os.path.realpath(path)}: "
         "put a copy in its place, if others may read it"
     )
-
-
-def _check_folder(folder: Path, foreseen: bool) -> None:
-    for each in (folder, *folder.parents) if foreseen else (folder,):
-        follow_link(each)
-    if foreseen and folder.exists() and _is_of_others(folder.stat()):
-        raise PermissionError(errno.EPERM, "a folder that another user made", str(folder))
 
 
 def _refuse_throw_away(folder: Path) -> None:

@@ -22,6 +22,7 @@ from hpctrain.distributed.entry import on_failure
 from hpctrain.distributed.world import job_id, restart_count
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.files.trust import is_of_others
 from hpctrain.text import say
 
 BEAT = 2.0  # s
@@ -76,6 +77,8 @@ class Owner:
     def check(self) -> None:
         """Raise HpctrainError if another job owns the folder by now. Ignores errors of the file system."""
         with suppress(OSError):
+            if self._path.parent.exists() and is_of_others(self._path.parent.stat()):
+                raise self._exchanged()
             now = self._read()
             if now is None and self._configs:
                 now = self._take_back()
@@ -103,10 +106,7 @@ class Owner:
         while not (configs := self._list_configs()):
             retry.wait(HpctrainError(f"{problem} Start again with --resume when it is"), problem)
         if self._read_first() != self._first:
-            raise HpctrainError(
-                f"{folder}: another folder is in the place of this run's, so this run ends and writes "
-                "nothing more"
-            )
+            raise self._exchanged()
         if configs == self._configs and self._read() is None:
             if self._acquired:
                 with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:
@@ -165,6 +165,12 @@ class Owner:
         return HpctrainError(
             f"{self._path.parent}: {_name(owner)} writes in this run folder: "
             "wait for its end or cancel it, or give another --out"
+        )
+
+    def _exchanged(self) -> HpctrainError:
+        return HpctrainError(
+            f"{self._path.parent}: another folder is in the place of this run's, so this run ends and writes "
+            "nothing more"
         )
 
     def _beat(self) -> None:

@@ -13,7 +13,7 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import in_job, job_id, restart_count, torchrun_restarts
 from hpctrain.errors import EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.files.trust import follow_link, make_private_folder
+from hpctrain.files.trust import check_owner, make_private_folder, refuse_foreign
 from hpctrain.run.options import RunOptions
 from hpctrain.run.owner import Owner
 from hpctrain.run.reader import TAIL, read_json, read_metrics
@@ -29,6 +29,11 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
             "--resume auto needs --out here: without a job of Slurm or PBS, each start has a new run folder"
         )
     source, folder = options.source, options.choose_folder(trainer)
+    foreseen = not options.out and source is None
+    trusted = f"with --resume {shlex.quote(str(folder))}"
+    refuse_foreign(
+        folder, foreseen=foreseen, advice=f"use --out to name one of your own, {trusted} if you trust it"
+    )
     earlier_run = atomic.exists(folder / "config.json")
     again, failed_start = options.is_auto, False
     if earlier_run and not again and (not source or source.resolve() != folder.resolve()):
@@ -49,9 +54,10 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
     if source and not (own and (folder / "checkpoints").is_dir()):
         resume = checkpoint.find_newest(source)
     try:
-        make_private_folder(folder, foreseen=not options.out and source is None)
-        for name in ("checkpoints", "logs", "tensorboard"):
-            follow_link(folder / name)
+        make_private_folder(folder, foreseen=foreseen)
+        places = [folder / name for name in ("checkpoints", "logs", "tensorboard")]
+        for path in [*places, *checkpoint.list_newest_first(folder)]:
+            check_owner(path)
         owner = Owner(folder)
         owner.acquire()
         for path in folder.glob("config*.json") if failed_start else ():

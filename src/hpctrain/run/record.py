@@ -101,6 +101,7 @@ class Record:
         with all_or_none(world):
             if world.rank == 0:
                 self._config = write_config(self.folder, world, trainer, options.list_all(), device)
+                self._owner.check()  # others may have exchanged the folder since it was made
                 self.print(f"run folder {folder}, {world.extent} ({world.launcher}), {device.type}")
                 self._metrics = Metrics(self.folder, options.wandb, self._owner.check)
         self._watchdog = Watchdog(world, options.watchdog, self._log)

@@ -29,7 +29,7 @@ from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.files.trust import refuse_foreign
+from hpctrain.files.trust import make_private_folder, refuse_foreign
 from hpctrain.parser import Parser
 from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
 from hpctrain.text import first_line, say
@@ -67,7 +67,7 @@ def choose_parameters(sweep: Sweep, folder: Path, number: int, world: World) -> 
         file.with_name(FAILED).unlink(missing_ok=True)
         if not file.exists():
             parameters = suggest(sweep, read_trials(sweep, folder), number)
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(file.parent, foreseen=False)
             atomic.write_text(file, json.dumps(parameters, indent=2) + "\n")
     deadline = time.monotonic() + WAIT
     while not file.exists():
@@ -136,7 +136,7 @@ def _keep_sweep(sweep: Sweep, folder: Path) -> None:
         raise UsageError(
             f"{folder} is of another sweep, which differs in {', '.join(differing)}: give another --out"
         )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder, foreseen=False)
     atomic.write_text(path, json.dumps(own, indent=2) + "\n")
 
 
