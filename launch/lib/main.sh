@@ -38,8 +38,26 @@ say() {
 }
 
 die() {
-    say "error: $*" >&2
+    say "error: $*" | hide_secrets >&2 || true
     exit 2
+}
+
+# hide_secrets: a filter for lines with words of the user, which others may read in the log
+hide_secrets() {
+    local names=$ROOT/src/hpctrain/files/secret_names.txt
+    [[ -r $names ]] || names=/dev/null
+    LC_ALL=C awk -f "$ROOT/launch/lib/redaction.awk" "$names" -
+}
+
+# quote_words WORD...: print the words for a shell, with a space after each. A space in a word has a \ before
+# it, by which hide_secrets knows the end of the word.
+quote_words() {
+    local word
+    for word in "$@"; do
+        printf -v word %q "$word"
+        [[ $word != \$* ]] || word=${word// /\\x20} # $'...'
+        printf '%s ' "$word"
+    done
 }
 
 # bash calls it. Slurm runs a launch script as it was when the job was submitted, with the functions of today.
@@ -124,7 +142,11 @@ random_hex() {
 
 # print_summary: print what the script resolved: site, job, runtime, launcher, fabric variables, command
 print_summary() {
-    local name fabric=''
+    summarize | hide_secrets
+}
+
+summarize() {
+    local name words fabric=''
     for name in $(compgen -e); do
         [[ $name != @(NCCL|FI|UCX|GLOO)_* ]] || fabric+=" $name=${!name}"
     done
@@ -137,7 +159,8 @@ print_summary() {
     ((${#DROPPED[@]} == 0)) ||
         say "not passed on to the ranks: $(printf '%s\n' "${DROPPED[@]}" | sort -u | paste -sd,)"
     say "began $(date -d "@${BEGAN::-3}.${BEGAN: -3}" +%FT%T.%3N), ready $(($(date +%s%3N) - BEGAN)) ms later"
-    say "command:$(printf ' %q' "${COMMAND[@]}")"
+    words=$(quote_words "${COMMAND[@]}")
+    say "command: ${words% }"
 }
 
 # print_commands: print commands that start the same ranks from the shell of a job (--dry-run)

@@ -453,14 +453,14 @@ nodes_left() {
 # words_to_resume OPTION: print the launch script and its arguments, and OPTION, which continues the run
 words_to_resume() {
     local words
-    words=$(printf '%q ' "$ROOT/launch/$SCRIPT" "${OPTIONS_GIVEN[@]}" "${ARGUMENTS[@]}")
+    words=$(quote_words "$ROOT/launch/$SCRIPT" "${OPTIONS_GIVEN[@]}" "${ARGUMENTS[@]}")
     echo "${words%"$1 "}$1"
 }
 
 # how_to_resume OPTION: print the command that continues the run in another job, with as many ranks
 how_to_resume() {
     local words spare=${OPTION[spare-nodes]:-0} per_node=--gpus-per-node=
-    words=$(words_to_resume "$1")
+    words=$(words_to_resume "$1" | hide_secrets)
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         [[ ! -v SBATCH_GRES ]] || per_node=--gres=gpu: # sbatch would grant what both say
         ((GPUS == 0)) || words="$per_node$GPUS $words"

@@ -6,6 +6,7 @@ tests/launch/test_other_users.py has a second user of the cluster.
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from tests.launch.helpers import (
     assert_refused,
     bash,
     dry_run,
+    last_words,
+    library,
     put,
     put_squeue,
     start,
@@ -226,6 +229,18 @@ def test_the_launch_scripts_make_a_secret_and_print_none(programs):
         assert "HPCTRAIN_JOB_SECRET" in names and len(secret) == 32 and int(secret, 16)
         secrets.add(secret)
     assert len(secrets) == 2
+
+
+def test_the_log_of_a_job_shows_no_secret_of_the_command_line(programs):
+    """The command to paste of a dry run has it; what a job prints, and how to go on with it, has not."""
+    words = ["train_ddp", "--api-key=sesame street", "--hub-token", "sesame street"]
+    done = dry_run("apptainer_ddp.sh", programs, *words)
+    (command,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: command: ")]
+    assert command.endswith(" train_ddp --api-key=*** --hub-token ***")
+    assert "sesame" not in done.stdout[: done.stdout.index("\ncd ")] and last_words(done)[-4:] == words
+    code = "SCRIPT=local.sh SLURM_JOB_ID=7 NODES=1 TASKS=1 THREADS=1 GPUS=0; how_to_resume '--resume x'"
+    done = library(f"ARGUMENTS=({' '.join(map(shlex.quote, words))}); {code}")
+    assert done.stdout.endswith(" train_ddp --api-key=*** --hub-token *** --resume x\n"), done
 
 
 @pytest.mark.parametrize("replaced_by", [None, "a file", "a link", "a pipe"])
