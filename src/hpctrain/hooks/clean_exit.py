@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpctrain.hooks import count_ranks
+
 INTERVAL_S = 0.002
 # A thread of the script that never rests must not delay the end for longer.
 LIMIT_S = 1.0
@@ -26,7 +28,7 @@ def wait_at_exit() -> None:
     an active exception", after the training: github.com/pytorch/pytorch/pull/179291. DDP keeps these threads
     beyond destroy_process_group().
     """
-    if int(os.environ.get("HPCTRAIN_WORLD_SIZE") or 1) > 1 and "RANK" in os.environ:
+    if count_ranks() > 1 and "RANK" in os.environ:
         atexit.register(_kept_groups.clear)  # after wait_for_threads()
         atexit.register(wait_for_threads)
         keep_destroyed_groups()

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from hpctrain.errors import UsageError, print_error
+from hpctrain.hooks import count_ranks
 
 SEPARATE = "for separate trainings, unset HPCTRAIN_WORLD_SIZE before that"
 _has_fabric = False
@@ -34,13 +35,13 @@ def callbacks_of_fabric() -> list[Any]:
 
 
 def _make_callbacks(package: str) -> list[Any]:
-    if _count_ranks() == 1:
+    if count_ranks() == 1:
         return []
     return [sys.modules[package].callbacks.LambdaCallback(setup=_refuse_lone_trainer)]
 
 
 def _refuse_lone_trainer(trainer: Any, module: Any, stage: str) -> None:
-    if stage == "fit" and trainer.world_size == 1 < _count_ranks():
+    if stage == "fit" and trainer.world_size == 1 < count_ranks():
         _refuse("Trainer")
 
 
@@ -68,18 +69,13 @@ def watch_rank_0() -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    if _count_ranks() == 1:
+    if count_ranks() == 1:
         return
     # On CPUs accelerate, and with it the Trainer of transformers, trains alone unless this is set.
     if torch.accelerator.current_accelerator() is None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     if os.environ.get("RANK") == "0":
         register_optimizer_step_pre_hook(_before_step)
-
-
-def _count_ranks() -> int:
-    """How many ranks a launch script started; 1 without one."""
-    return int(os.environ.get("HPCTRAIN_WORLD_SIZE") or 1)
 
 
 def _before_step(*_: object) -> None:
@@ -91,7 +87,7 @@ def _before_step(*_: object) -> None:
 
 @functools.cache  # the first step only
 def _check_world() -> None:
-    ranks = _count_ranks()
+    ranks = count_ranks()
     if ranks == 1:  # the script has unset the variable, for separate trainings
         return
     joined = _count_joined(ranks)
@@ -126,7 +122,8 @@ def _count_joined(ranks: int) -> int:
             return ranks
         # With this address, the processes of each node have a group of their own.
         is_local = os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1")
-        nodes = ranks // int(os.environ.get("HPCTRAIN_TASKS_PER_NODE") or 1)
+        per_node = os.environ.get("HPCTRAIN_TASKS_PER_NODE", "")
+        nodes = ranks // int(per_node) if per_node.isdecimal() and int(per_node) else ranks
         sizes.append(1 if is_local and nodes > 1 else dist.get_world_size())
     rpc = sys.modules.get("torch.distributed.rpc")
     if rpc:
