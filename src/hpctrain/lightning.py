@@ -201,9 +201,14 @@ class RunFolder(Checkpoint):
         return self._run.resume_from if hasattr(self, "_run") else None
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The newest checkpoint that fits, in CPU memory; None in a new run (collective)."""
+        """The newest checkpoint that fits, in CPU memory; None in a new run (collective).
+
+        The Trainer trains no epoch if the run is finished, or if a callback had ended it.
+        """
         assert trainer.max_epochs and self._model
         self._state = self._run.resume(CPU, trainer.max_epochs, self._model, "state_dict")
+        if self._state:
+            trainer.should_stop = self._run.is_finished or bool(self._state.get("should_stop"))
         return self._state
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -415,6 +420,7 @@ class RunFolder(Checkpoint):
         assert self._model
         # a run that was resumed after its last epoch has logged nothing
         self._run.finish(self._model, **(self._logged(trainer) or self._metrics))
+        seed_everything(self._seed_of_run)  # as in Run: for what follows in the script
 
     def state_dict(self) -> dict[str, Any]:
         """The last metrics, for the result of a run that is resumed after its last epoch."""
@@ -430,6 +436,7 @@ class RunFolder(Checkpoint):
             return
         assert self._model
         state["model"] = self._model.state_dict()
+        state["should_stop"] = trainer.should_stop  # Lightning forgets it, as after EarlyStopping
         # Lightning counts the batch before this one again when it resumes, in the steps of its loggers.
         if self._begun:
             state["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
@@ -484,7 +491,10 @@ class _RunCheckpoints(CheckpointIO):
         """Load the checkpoint that the run resumes from, on every rank. Raises HpctrainError."""
         folders = [self.folder, *([source.parent] if (source := self._callback.resume_from) else [])]
         if Path(path).parent.resolve() in (folder.resolve() for folder in folders):
-            return self._callback.resume(self._trainer) or {}
+            if self._trainer.state.fn == "fit":
+                return self._callback.resume(self._trainer) or {}
+            checkpoint.check_intact(Path(path))  # for test() and the like
+            return checkpoint.load(Path(path), CPU)
         return self._others.load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:

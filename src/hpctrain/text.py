@@ -1,10 +1,35 @@
-"""How texts and numbers are shown."""
+"""How texts, paths and numbers are shown."""
 
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+# Paths as absolute() has made them, and as the user wrote them.
+_given: dict[str, str] = {}
+
+
+def absolute(path: str | Path) -> Path:
+    """The absolute path: a script may change its folder. as_given() shows it as it was written."""
+    given = Path(path).expanduser()
+    made = given.absolute()
+    if made != given:
+        _given[str(made)] = str(given)
+    return made
+
+
+def as_given(text: str) -> str:
+    """The text with paths of absolute() as the user wrote them."""
+    for made, path in _given.items():
+        text = re.sub(rf"(?<![\w/.-]){re.escape(made)}", path.replace("\\", r"\\"), text)
+    return text
 
 
 def one_line(text: str) -> str:
-    r"""The text with \n for a line break and so on: file names may contain terminal control characters."""
+    r"""The text with \n for a line break and so on: file names may contain terminal control characters.
+
+    Paths are as_given().
+    """
+    text = as_given(text)
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

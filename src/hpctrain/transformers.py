@@ -7,11 +7,14 @@ which is written last.
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hpctrain.checkpoints.saver import Decisions
@@ -25,7 +28,18 @@ from hpctrain.run.charts import plot
 from hpctrain.run.config import add_resumption, write_config, write_json
 from hpctrain.run.metrics import Metrics
 from hpctrain.run.owner import Owner
-from hpctrain.text import first_line
+from hpctrain.run.reader import read_metrics, read_record
+from hpctrain.text import absolute, as_given, first_line, say
+
+# In a checkpoint: the states of callbacks that are no ExportableState.
+CALLBACKS = "callbacks.json"
+# Values of TrainingArguments that do not let a run resume, or not as if nothing had happened.
+REFUSED = {
+    # transformers removes the earlier checkpoint before the new one is verified
+    ("save_total_limit", 1): "leaves no checkpoint when the job is killed while it saves: give 2 or more",
+    ("save_only_model", True): "leaves out what a resume needs beside the weights: leave it out",
+    ("ignore_data_skip", True): "lets a resume begin its epoch again, with other weights: leave it out",
+}
 
 
 class RunFolder(TrainerCallback):
@@ -36,8 +50,9 @@ class RunFolder(TrainerCallback):
         trainer.train(resume_from_checkpoint=folder.checkpoint)
 
     `checkpoint` is the newest intact checkpoint, None in a new run. When the launch script asks for the end
-    of the job, all ranks save at the same step, and EndEarly ends them. Creating a RunFolder is a collective
-    call. It ends every rank if the training has its result already. Raises HpctrainError.
+    of the job, all ranks save at the same step, and EndEarly ends them. `is_finished` says that the training
+    had its result before this start: then train() loads the checkpoint, and neither trains nor writes.
+    Creating a RunFolder is a collective call. Raises HpctrainError.
     """
 
     def __init__(self, arguments: TrainingArguments) -> None:
@@ -49,68 +64,79 @@ class RunFolder(TrainerCallback):
                 "give TrainingArguments(use_cpu=True) on nodes without GPUs, and start the script with a "
                 "launch script or with torchrun"
             )
-        # transformers removes the earlier checkpoint before the new one is verified
-        if arguments.save_total_limit == 1:
-            raise UsageError(
-                "save_total_limit=1 leaves no checkpoint when the job is killed while it saves: "
-                "give 2 or more"
-            )
+        for option, problem in REFUSED.items():
+            if getattr(arguments, option[0]) == option[1]:
+                raise UsageError("{}={} {}".format(*option, problem))
         assert arguments.output_dir  # has a default
-        self.folder, self._arguments = Path(arguments.output_dir), arguments
-        self._decisions, self._stopping = Decisions(self._world), False
+        self.folder, self._arguments = absolute(arguments.output_dir), arguments
+        arguments.output_dir = str(self.folder)
+        arguments.restore_callback_states_from_checkpoint = True  # such as that of EarlyStoppingCallback
+        self._decisions, self._stopping, self._must_save = Decisions(self._world), False, False
+        self._callbacks: list[TrainerCallback] = []  # of the Trainer
         self._last: dict[str, float] = {}
         self._seconds = 0.0
+        self._asked = arguments.num_train_epochs, arguments.max_steps
         found = None
         with all_or_none(self._world):
             if self._world.rank == 0:
                 found = self._open()
-        self.checkpoint, is_done = broadcast(self._world, found)
+        checkpoint, self.is_finished, self._has_ended, has_length = broadcast(self._world, found)
+        self.checkpoint = checkpoint and str(absolute(checkpoint))
         self._started = time.monotonic()
-        if is_done:
+        if self.is_finished:
             self._print(f"{self.folder} has its result already: nothing to do")
-            raise EndEarly(0)
+            if not has_length:  # train() would train a step
+                raise EndEarly(0)
+        if self._has_ended:  # train() trains no step
+            arguments.num_train_epochs, arguments.max_steps = 0, -1
 
-    def _open(self) -> tuple[str | None, bool]:
-        """Own the folder, on rank 0. Returns the checkpoint to resume from, and whether nothing is left."""
+    def _open(self) -> tuple[str | None, bool, bool, bool]:
+        """Own the folder, on rank 0, unless the training is finished.
+
+        Returns the checkpoint to resume from, whether the training is finished, whether the checkpoint is of
+        its last step, and whether the data set has a length.
+        """
         arguments, new = self._arguments, not (self.folder / "config.json").exists()
         if new and any(self.folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
             raise UsageError(
                 f"{self.folder} holds checkpoints of a training without RunFolder: give another output_dir"
             )
         try:
-            result = self.folder / "result.json"
-            done = (
-                json.loads(result.read_text(encoding="utf-8"))
-                if result.exists()
-                else {"epochs": 0, "max_steps": 0}
-            )
-            if done["epochs"] >= arguments.num_train_epochs and done["max_steps"] >= arguments.max_steps:
-                return None, True
+            done = read_record(self.folder / "result.json")
+            epochs, max_steps = self._asked
+            if done and done["epochs"] >= epochs and done["max_steps"] >= max_steps:
+                checkpoint = self._newest_whole()
+                if not checkpoint:
+                    raise UsageError(
+                        f"{self.folder} has its result, but no checkpoint that the script could go on with: "
+                        "give another output_dir"
+                    )
+                state = _read_state(checkpoint)
+                if state["global_step"] == done["steps"]:
+                    has_length = state["num_train_epochs"] < sys.maxsize
+                    return as_given(str(checkpoint)), True, True, has_length
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._owner = Owner(self.folder)
             self._owner.acquire()
             checkpoint = self._newest_whole()
+            state = _read_state(checkpoint) if checkpoint else {"global_step": 0}
+            has_ended = bool(checkpoint) and not done and _has_ended(state, epochs, max_steps)
             self._metrics = Metrics(self.folder, check=self._owner.check)
-            step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-            lines = [
-                json.loads(line)
-                for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            ]
-            # a resumed run repeats the steps of the others
-            kept = [line for line in lines if line["step"] <= step]
-            self._metrics.rewind(len(kept))
-            self._seconds = kept[-1]["seconds"] if kept else 0.0
+            step = state["global_step"]
+            self._metrics.rewind(step)
+            lines = read_metrics(self.folder)
+            self._seconds = lines[-1].get("seconds", 0.0) if lines else 0.0
         except (OSError, ValueError, KeyError) as error:
             raise HpctrainError(
                 f"{self.folder}: cannot be used as a run folder ({first_line(error)}): "
                 "give another output_dir"
             ) from error
-        options = arguments.to_sanitized_dict()
+        options = arguments.to_sanitized_dict() | {"output_dir": as_given(str(self.folder))}
         self._config = write_config(self.folder, self._world, "transformers", options, arguments.device)
         if checkpoint:
             add_resumption(self._config, checkpoint, step)
             self._print(f"resuming from {checkpoint}")
-        return str(checkpoint) if checkpoint else None, False
+        return as_given(str(checkpoint)) if checkpoint else None, False, has_ended, True
 
     def _newest_whole(self) -> Path | None:
         """The checkpoint with the highest number whose files match SHA256SUMS. Prints why it skips others."""
@@ -137,21 +163,35 @@ class RunFolder(TrainerCallback):
             raise UsageError(
                 f"{self.folder} has checkpoints: call Trainer.train(resume_from_checkpoint=folder.checkpoint)"
             )
+        for logs in state.log_history:  # before a resume
+            self._last |= _read_logs(logs)
+        handler = sys._getframe(1).f_locals.get("self")  # a callback is not told of the others
+        self._callbacks = getattr(handler, "callbacks", [])
+        if self.checkpoint:
+            self._callbacks.append(_Restore(Path(self.checkpoint, CALLBACKS), self._callbacks))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
-        """Save, if the job has to end. After the last step of an epoch an evaluation follows first."""
+        """Save, if the job has to end. After the last step of an epoch, what follows the epoch comes first.
+
+        A resume from a checkpoint of that step would leave out its evaluation, and on_epoch_end().
+        """
         if self._decisions.is_due():
             self._decide()
-        if self._stopping and state.epoch % 1 and state.global_step < state.max_steps:
-            control.should_log = control.should_save = True
+        if state.epoch % 1:
+            if self._stopping and state.global_step < state.max_steps:
+                control.should_log = control.should_save = True
+        elif control.should_save:
+            control.should_save, self._must_save = False, True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
-        """Save, if the job has to end and work is left."""
+        """Save, if it is due, or if the job has to end and work is left."""
         self._decide()
+        control.should_save |= self._must_save
+        self._must_save = False
         if self._stopping and state.global_step < state.max_steps:
             control.should_log = control.should_save = True
 
@@ -170,6 +210,7 @@ class RunFolder(TrainerCallback):
             if self._world.rank == 0:
                 self._owner.check()
                 try:
+                    atomic.write_text(path / CALLBACKS, json.dumps(_read_states(self._callbacks)) + "\n")
                     for part in path.rglob("*"):
                         atomic.sync(part)
                     digests.write_digests(path)
@@ -188,19 +229,13 @@ class RunFolder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         """Write a line of metrics. The summary at the end goes into the result."""
-        if self._world.rank != 0:
+        is_summary = "train_runtime" in objects["logs"]
+        if self._world.rank != 0 or self.is_finished or (is_summary and self._has_ended):
             return
         self._owner.check()
-        logs = objects["logs"]
-        names = {"loss": "train_loss"}
-        values = {
-            names.get(name, name): float(value)
-            for name, value in logs.items()
-            if isinstance(value, int | float)
-        }
-        values = {name: value for name, value in values.items() if math.isfinite(value) and name != "epoch"}
+        values = _read_logs(objects["logs"])
         self._last |= values
-        if "train_runtime" in logs:
+        if is_summary:
             return
         seconds = round(self._seconds + time.monotonic() - self._started, 3)
         place = {"epoch": math.ceil(state.epoch or 0), "step": state.global_step, "seconds": seconds}
@@ -210,7 +245,9 @@ class RunFolder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         """Write result.json and curves.png."""
-        if self._world.rank != 0:
+        args.num_train_epochs, args.max_steps = self._asked
+        set_seed(args.seed)  # as in Run: for what follows in the script
+        if self._world.rank != 0 or self.is_finished:
             return
         self._owner.check()
         evaluated = {
@@ -237,4 +274,89 @@ class RunFolder(TrainerCallback):
 
     def _print(self, text: str) -> None:
         if self._world.rank == 0:
-            print(text, flush=True)
+            say(text)
+
+
+class _Restore(TrainerCallback):
+    """The last callback of a Trainer that resumes: gives the others what they had when it was saved.
+
+    In the middle of an epoch, their on_epoch_begin() had been called before that.
+    """
+
+    def __init__(self, path: Path, callbacks: list[TrainerCallback]) -> None:
+        self._path, self._callbacks, self._is_due = path, callbacks, path.exists()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
+        """Restore them at the beginning of an epoch."""
+        if not (state.epoch or 0) % 1:
+            self.on_epoch_begin(args, state, control)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
+        """Restore them within an epoch."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        saved = json.loads(self._path.read_text(encoding="utf-8"))
+        for callback, (name, values) in zip(_list_others(self._callbacks), saved, strict=False):
+            if type(callback).__name__ == name:
+                vars(callback).update(values)
+
+
+def _list_others(callbacks: list[TrainerCallback]) -> list[TrainerCallback]:
+    """The callbacks of the script that transformers does not save itself."""
+    return [
+        each
+        for each in callbacks
+        if not isinstance(each, ExportableState | RunFolder | _Restore)
+        and not type(each).__module__.startswith("transformers.")
+    ]
+
+
+def _read_states(callbacks: list[TrainerCallback]) -> list[tuple[str, dict[str, Any]]]:
+    """The class and the plain values of each callback of the script."""
+    return [
+        (type(each).__name__, {name: value for name, value in vars(each).items() if _is_plain(value)})
+        for each in _list_others(callbacks)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    """The TrainerState in a checkpoint, which matches its SHA256SUMS."""
+    return json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+
+
+def _has_ended(state: dict[str, Any], epochs: float, max_steps: int) -> bool:
+    """Whether the training that this state is of has ended, and was to have as many epochs and steps as now.
+
+    transformers forgets that a callback had ended it, and would train another step.
+    """
+    control = state.get("stateful_callbacks", {}).get("TrainerControl", {}).get("args", {})
+    same = (
+        state["max_steps"] == max_steps if max_steps > 0 else state["num_train_epochs"] == math.ceil(epochs)
+    )
+    return same and bool(control.get("should_training_stop")) and state["num_train_epochs"] < sys.maxsize
+
+
+def _read_logs(logs: dict[str, Any]) -> dict[str, float]:
+    """The numbers that transformers logs, under the names of metrics.jsonl."""
+    names = {"loss": "train_loss"}
+    values = {
+        names.get(name, name): float(value) for name, value in logs.items() if isinstance(value, int | float)
+    }
+    return {
+        name: value
+        for name, value in values.items()
+        if math.isfinite(value) and name not in ("epoch", "step")
+    }

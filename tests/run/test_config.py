@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 from slurm_cluster import REPOSITORY
 
 from hpctrain.run import config
-from hpctrain.run.config import describe_changes, revision
+from hpctrain.run.config import code_digest, describe_changes, revision
 
 
 def test_a_run_that_goes_on_in_another_world_or_image_says_so(tmp_path):
@@ -44,3 +45,23 @@ def test_the_revision_of_a_checkout_is_not_that_of_the_image(tmp_path, monkeypat
     assert revision() == subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     monkeypatch.setattr(config, "__file__", str(tmp_path / "lib/hpctrain/run/config.py"))
     assert revision() == "of the image"
+
+
+def test_code_that_has_changed_since_the_last_start_is_named(tmp_path, monkeypatch):
+    """A script that was edited while its job waited in the queue. Modules beside it belong to it."""
+    script, module = tmp_path / "train.py", tmp_path / "net.py"
+    for path in (script, module):
+        path.write_text("1")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(script)))
+    monkeypatch.setitem(sys.modules, "net_of_a_test", SimpleNamespace(__file__=str(module)))
+    digests = [code_digest()]
+    for path in (script, module):
+        path.write_text("2")
+        digests.append(code_digest())
+    assert len({*digests}) == 3 and all(digests)
+    for name, digest in (("config.json", digests[0]), ("config.2.json", digests[1])):
+        (tmp_path / name).write_text(json.dumps({"code": digest}))
+    assert describe_changes(tmp_path / "config.2.json") == f"code {digests[1]} (was {digests[0]})"
+    for main in (SimpleNamespace(), SimpleNamespace(__file__=config.__file__)):  # a notebook; hpctrain
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        assert code_digest() is None

@@ -55,6 +55,13 @@ def test_differences_name_the_options_of_the_command_line():
     assert describe_differences(own, own, ()) == ""
 
 
+def test_other_examples_are_a_difference():
+    """Unless a checkpoint of an earlier version does not say which it had."""
+    own = {"lr": "0.1", "data_sha256": "ab"}
+    assert describe_differences(own, own | {"data_sha256": "cd"}, ()) == "other examples in --data"
+    assert describe_differences(own, {"lr": "0.1"}, ()) == ""
+
+
 def test_a_script_without_argparse(tmp_path):
     """A notebook, for example: the options are those of config.json, and a resume compares them."""
     options = RunOptions(out=str(tmp_path / "run"), resume="auto", epochs=2, others={"lr": 0.1})

@@ -158,17 +158,20 @@ def test_a_file_system_that_does_not_answer_is_no_reason_to_end(tmp_path):
         new.check()
 
 
-def test_owner_json_that_was_removed_by_hand_is_made_again(tmp_path, capsys):
+@pytest.mark.parametrize("content_now", [None, b"\xff", b"", b"[1]"])
+def test_owner_json_that_was_removed_or_damaged_is_made_again(tmp_path, capsys, content_now):
     first = acquired(tmp_path)
     (tmp_path / "config.json").touch()
     other_rank = Owner(tmp_path, first.id)
     for each in (first, other_rank):
         each.check()
     (tmp_path / "owner.json").unlink()
+    if content_now is not None:
+        (tmp_path / "owner.json").write_bytes(content_now)
     other_rank.check()
     first.check()
     assert content(tmp_path)["id"] == first.id
-    assert capsys.readouterr().out == f"hpctrain: {tmp_path}/owner.json was removed: made again\n"
+    assert capsys.readouterr().out == f"hpctrain: {tmp_path}/owner.json was removed or damaged: made again\n"
     (tmp_path / "owner.json").unlink()
     (tmp_path / "config.2.json").touch()  # another start has come and gone
     for each in (first, other_rank):

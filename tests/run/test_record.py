@@ -228,7 +228,7 @@ def test_resume_auto_without_out_is_for_jobs(tmp_path, monkeypatch):
     with pytest.raises(HpctrainError, match="--resume auto needs --out here"):
         start(None, "auto")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert start(None, "auto").folder == Path("runs/test/17")
+    assert start(None, "auto").folder == tmp_path / "runs/test/17"
 
 
 def test_a_run_that_died_while_it_wrote_its_first_checkpoint_in_parts_begins_again(tmp_path):
@@ -279,6 +279,23 @@ def test_a_digest_that_is_not_known_in_time_is_left_out(tmp_path, monkeypatch, c
         (tmp_path / "digest").write_bytes(content.encode("latin-1"))
     finish(opened)
     assert config(tmp_path / "run")["image_digest"] is None
+
+
+def test_an_image_that_was_replaced_is_told_with_the_next_checkpoint(tmp_path, monkeypatch, capsys):
+    """The launch script computes the digest while the run trains; it was in config.json at the end only."""
+    monkeypatch.setenv("HPCTRAIN_IMAGE_DIGEST_FILE", str(tmp_path / "digest"))
+    model = torch.nn.Linear(2, 1)
+    for number, digest in enumerate((DIGEST, "sha256:" + "cd" * 32), start=1):
+        opened = start(tmp_path / "run", "auto")
+        opened.resume(torch.device("cpu"), 9, model)
+        (tmp_path / "digest").write_text(digest)
+        opened.start_epoch(number, 1, 1)
+        opened.step(torch.tensor(1.0))
+        opened.end_epoch()
+        opened.save({"model": model.state_dict(), "optimizer": {}})
+        opened.close()  # it is killed
+    line = f"changed since the last start: image_digest {digest} (was {DIGEST})"
+    assert capsys.readouterr().out.count(line) == 1
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "of somebody else"])

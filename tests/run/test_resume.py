@@ -247,6 +247,30 @@ def test_other_data_within_an_epoch(tmp_path):
 
 
 @pytest.mark.slow
+def test_other_examples_than_before_are_refused(tmp_path):
+    """Labels that were swapped between two starts: it went on with exit status 0."""
+    train(1, "--epochs", 1, "--out", "run", cwd=tmp_path)
+    labels = tmp_path / "digits/train-labels-idx1-ubyte"
+    content = labels.read_bytes()
+    labels.write_bytes(content[:8] + content[:7:-1])
+    again = ["--epochs", 2, "--resume", "run"]
+    done = run(1, "train_ddp", "--data", "digits", *again, cwd=tmp_path)
+    assert done.returncode == 2 and "other examples in --data: give those of that run, or --f" in done.stderr
+    assert "--force: continuing with other examples in --data" in train(1, *again, "--force", cwd=tmp_path)
+
+    lines = [f"{n}\ta text of {n}\t{n % 2}\n" for n in range(40)]
+    (tmp_path / "texts.txt").write_text("id\tdocument\tlabel\n" + "".join(lines))
+    options = ["--data", "texts.txt", "--from-scratch", "tiny", "--max-length", 16, "--batch-size", 4]
+    for epochs, status in ((1, 0), (2, 2)):
+        words = [*options, "--out", "texts", "--resume", "auto", "--epochs", epochs]
+        done = run(1, "nlp.classify", *words, cwd=tmp_path)
+        assert done.returncode == status, done.stdout + done.stderr
+        swapped = [f"{line[:-1]}{1 - int(line[-1])}" for line in (line.strip() for line in lines)]
+        (tmp_path / "texts.txt").write_text("\n".join(["id\tdocument\tlabel", *swapped]) + "\n")
+    assert "other examples in --data" in done.stderr
+
+
+@pytest.mark.slow
 def test_resume_auto_starts_and_goes_on_with_one_command(tmp_path):
     command = ["--out", "run", "--resume", "auto"]
     assert "resuming" not in train(1, "--epochs", 1, *command, cwd=tmp_path)

@@ -24,7 +24,7 @@ import hpctrain
 from hpctrain.checkpoints import checkpoint
 from hpctrain.errors import EndEarly, HpctrainError, UsageError
 from hpctrain.files.digests import weights_sha256
-from hpctrain.run.reader import summarize
+from hpctrain.run.reader import read_configs, summarize
 from tests.helpers import REPOSITORY, start_ranks
 
 
@@ -330,9 +330,11 @@ def test_a_run_that_has_ended_is_finished_or_has_nothing_to_do(tmp_path, capsys)
         plain(run, lambda run: None)
     before = result_of(tmp_path / "run")
     files = sorted((tmp_path / "run").iterdir())
-    with pytest.raises(EndEarly), open_run(tmp_path / "run") as run:
-        plain(run, lambda run: None)
-    assert "has 2 epochs already: nothing to do" in capsys.readouterr().out
+    with open_run(tmp_path / "run") as run:
+        plain(run, pytest.fail)
+        run.score(accuracy=0.1)  # as in the work after the loop
+    assert run.is_finished and "has 2 epochs already: nothing to do" in capsys.readouterr().out
+    assert result_of(tmp_path / "run") == before
     assert sorted((tmp_path / "run").iterdir()) == files
     assert summarize(tmp_path / "run")["state"] == "finished"
     (tmp_path / "run/result.json").unlink()  # it died after its last checkpoint
@@ -399,15 +401,112 @@ def test_an_optimizer_that_is_not_tracked_is_told(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_state_of_an_epoch_that_ends_by_break_is_saved(tmp_path):
-    def train(folder, last):
+    def train(folder, last, epochs=9):
         with open_run(folder) as run:
-            train_simply(run, 9, after=lambda run: run.epoch == last)
+            train_simply(run, epochs, after=lambda run: run.epoch == last)
         return result_of(folder)
 
     whole = train(tmp_path / "whole", 3)
     assert whole["epochs"] == 3 and (tmp_path / "whole/checkpoints/epoch-0003.pt").exists()
-    train(tmp_path / "parts", 2)
+    train(tmp_path / "parts", 2, epochs=8)
     assert train(tmp_path / "parts", 3) == whole
+
+
+def test_a_run_whose_loop_has_ended_by_itself_is_finished(tmp_path):
+    """A script that is started again, for its other runs, trained another epoch."""
+    folder = tmp_path / "run"
+    with open_run(folder) as run:
+        train_simply(run, 9, after=lambda run: run.epoch == 2)
+    result, lines = result_of(folder), lines_of(folder)
+    assert (result["epochs"], result["of_epochs"]) == (2, 9)
+    for is_finished in (True, False):
+        with open_run(folder) as run:
+            train_simply(run, 9, at_step=pytest.fail)
+            assert run.is_finished == is_finished
+        assert (result_of(folder), lines_of(folder)) == (result, lines)
+        (folder / "result.json").unlink()  # it died before it wrote its result
+    with open_run(folder) as run:
+        train_simply(run, 10, after=lambda run: run.epoch == 3)
+    assert result_of(folder)["epochs"] == 3
+
+
+@pytest.mark.parametrize("out", ["run", pytest.param("../run", marks=pytest.mark.slow)])
+def test_a_script_changes_its_folder(tmp_path, monkeypatch, capsys, out):
+    """As to the data on the node's disk. It waited for a file system, or wrote its result there."""
+    (tmp_path / "start").mkdir()
+    (tmp_path / "local").mkdir()
+    for epochs in (1, 2):
+        monkeypatch.chdir(tmp_path / "start")
+        with open_run(out) as run:
+            monkeypatch.chdir(tmp_path / "local")
+            train_simply(run, epochs)
+            run.load_best()
+    assert result_of(tmp_path / "start" / out)["epochs"] == 2 and not [*(tmp_path / "local").iterdir()]
+    printed = capsys.readouterr().out
+    assert f"run folder {out}, 1 rank" in printed and f"resuming after epoch 1 of {out}/check" in printed
+
+
+def spoil(path, damage):
+    """What the crash of a node or a flipped bit makes of a file."""
+    content = path.read_bytes() if path.exists() else b'{"job": "5", "id": "a"}'
+    half = len(content) // 2
+    spoiled = {
+        "byte": content[:half] + b"\xff" + content[half + 1 :],
+        "quote": content.replace(b'"', b"", 1),
+        "nul": content[:half] + bytes(len(content) - half),
+        "torn": content[:half],
+        "empty": b"",
+        "other": b"[1]",
+    }
+    path.write_bytes(spoiled[damage])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["byte", "quote", "nul", "torn", "empty", "other"])
+def test_a_run_whose_records_are_damaged_goes_on(tmp_path, monkeypatch, capsys, damage):
+    """All checkpoints are intact, and it was a traceback at each start that Slurm made."""
+    folder = tmp_path / "run"
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    for restart, after in enumerate((4, 3, 99)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        options = {"out": folder, "checkpoint_every": 1, "watchdog": 0}
+        with suppress(KeyboardInterrupt), hpctrain.Run("mine", **options) as run:
+            train_simply(run, 2, at_step=Interrupt(after))
+        if restart == 1:
+            for name in ("metrics.jsonl", "config.json", "config.2.json", "owner.json"):
+                spoil(folder / name, damage)
+    printed = capsys.readouterr().out
+    assert printed.count("is damaged: kept as config") == 2 and "config.json.damaged" in printed
+    assert re.search("metrics.jsonl: . lines? damaged or missing: the others are kept", printed)
+    assert lines_of(folder)[-1]["step"] == 10 and len(read_configs(folder)) == 3
+
+    spoil(folder / "result.json", damage)
+    with open_run(folder) as run:
+        train_simply(run, 2, at_step=pytest.fail)
+    assert "result.json is damaged: it is written again" in capsys.readouterr().out
+    with open_run(tmp_path / "whole") as run:
+        train_simply(run, 2)
+    assert result_of(folder) == result_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_other_data_than_before_the_resume_are_told(tmp_path, capsys):
+    """Refused within an epoch, whose other batches would be of another order."""
+
+    class More(Points):
+        def __len__(self):
+            return 42
+
+    for epochs, data in ((1, Points()), (2, More()), (3, More())):
+        with open_run(tmp_path / "run") as run:
+            train_simply(run, epochs, data)
+    assert capsys.readouterr().out.count("run.batches(): 42 examples in the data, and 40 in the epoch") == 1
+    with suppress(KeyboardInterrupt), open_run(tmp_path / "within") as run:
+        train_simply(run, 1, at_step=Interrupt(2))
+    with pytest.raises(UsageError, match=r"42 examples .*, and 40 "), open_run(tmp_path / "within") as run:
+        train_simply(run, 1, More())
+    with open_run(tmp_path / "within", force=True) as run:
+        train_simply(run, 1, More())
 
 
 @pytest.mark.parametrize(
@@ -520,9 +619,10 @@ def test_a_run_whose_score_does_not_improve_ends(tmp_path):
         run.best.patience = 2
         train_simply(run, 9, after=lambda run: run.score(f1=1 / run.epoch))
     assert result_of(tmp_path / "run")["epochs"] == 3
-    with pytest.raises(EndEarly), open_run(tmp_path / "run") as run:
+    with open_run(tmp_path / "run") as run:
         run.best.patience = 2
-        train_simply(run, 9)
+        train_simply(run, 9, at_step=pytest.fail)
+    assert run.is_finished
 
 
 # ---- options ----

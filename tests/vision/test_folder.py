@@ -673,3 +673,17 @@ def test_another_format_is_named_by_its_suffix_or_its_first_bytes(images, tmp_pa
         HpctrainError, match=rf"0\.jpg: cannot be read as a JPEG or PNG \(it begins with {head}\)"
     ):
         decode(path.rename(path.with_suffix(".jpg")))
+
+
+def test_a_digest_tells_other_examples(images, shards, tmp_path):
+    """Names, labels and sizes; the path of the data and the kind of split do not count."""
+    shutil.copytree(images, tmp_path / "copy")
+    assert load(tmp_path / "copy")[0].digest() == load(images)[0].digest()
+    digests = {part.digest() for folder in (images, shards) for part in load(folder)}
+    for old, new in (("cat", "swap"), ("dog", "cat"), ("swap", "dog")):
+        (tmp_path / "copy/train" / old).rename(tmp_path / "copy/train" / new)
+    digests.add(load(tmp_path / "copy")[0].digest())
+    with (tmp_path / "copy/train/cat/0.jpg").open("ab") as file:
+        file.write(b"0")
+    digests.add(load(tmp_path / "copy")[0].digest())
+    assert len(digests) == 6

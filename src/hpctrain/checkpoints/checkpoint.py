@@ -151,10 +151,9 @@ def find_newest(folder: Path) -> Path:
     for path in list_newest_first(folder):
         if is_intact(path):
             if corrupt:
-                print(
+                say(
                     f"hpctrain: skipping corrupt or incomplete {', '.join(corrupt)} in {path.parent}, "
-                    f"resuming from {path.name}",
-                    flush=True,
+                    f"resuming from {path.name}"
                 )
             return path
         corrupt.append(path.name)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpctrain.files import atomic
 from hpctrain.files.trust import is_own
+from hpctrain.text import as_given
 
 
 def stop_requested() -> bool:
@@ -26,7 +27,7 @@ def stop_requested() -> bool:
 
 def report_saved(resume_with: Path | None) -> None:
     """Tell the launch script that a checkpoint is complete. `resume_with`: folder for --resume, if needed."""
-    _write("saved", f"--resume {shlex.quote(str(resume_with))}\n" if resume_with else "")
+    _write("saved", f"--resume {shlex.quote(as_given(str(resume_with)))}\n" if resume_with else "")
 
 
 def report_stopped() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpctrain.files.trust import check_owner, follow_link, open_without_link
+from hpctrain.text import say
 
 # How often and how long to retry a full, read-only or missing file system, in seconds.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
@@ -40,7 +41,7 @@ class Retry:
             raise error
         if not self._printed:
             self._printed = True
-            print(f"hpctrain: {problem}; trying again for {RETRY_FOR:g} s", flush=True)
+            say(f"hpctrain: {problem}; trying again for {RETRY_FOR:g} s")
         time.sleep(RETRY_EVERY)
 
 

@@ -6,6 +6,7 @@ Neither safetensors nor numpy notices a flipped bit. A folder without SHA256SUMS
 import hashlib
 from pathlib import Path
 
+import numpy
 import torch
 
 from hpctrain.errors import HpctrainError
@@ -50,6 +51,15 @@ def _digest(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(2**20):
             digest.update(block)
+    return digest.hexdigest()
+
+
+def arrays_sha256(*arrays: numpy.ndarray) -> str:
+    """SHA-256 over the types, shapes and bytes of arrays."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(numpy.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 

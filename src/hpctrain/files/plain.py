@@ -1,10 +1,11 @@
 """Regular files of a bounded size: no pipes, no devices, no pointers of Git LFS."""
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files.trust import open_to_read
@@ -41,6 +42,19 @@ def read_whole(file: IO[bytes]) -> bytes:
     if os.fstat(file.fileno()).st_size > MAX_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return file.read()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises OSError as open_plain() does, and ValueError for anything else."""
+    with open_plain(path) as file:
+        content = read_whole(file)
+    try:
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
 
 
 def refuse_pointer(path: Path) -> None:

@@ -1,13 +1,15 @@
 """config.json: what a run was made with, and what its numbers depend on."""
 
+import hashlib
 import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +25,11 @@ from hpctrain.files import atomic
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.files.trust import is_own
 from hpctrain.run.options import as_json
-from hpctrain.text import first_line
+from hpctrain.run.owner import launch_id
+from hpctrain.run.reader import read_record
+from hpctrain.text import as_given, first_line, say
+
+FACTS = ("image_digest", "revision", "code")  # entries of config.json
 
 
 def write_config(
@@ -31,10 +37,10 @@ def write_config(
 ) -> Path:
     """Write config.json, or config.2.json and so on for a run that is resumed; returns its path.
 
-    `options` are all options of the command. Raises HpctrainError.
+    `options` are all options of the command. An earlier file that is damaged is kept under another name, and
+    gets the same content. Raises HpctrainError.
     """
-    earlier = len(list(folder.glob("config*.json")))
-    name = f"config.{earlier + 1}.json" if earlier else "config.json"
+    number = max(map(_number, folder.glob("config*.json")), default=0) + 1
     if device.type == "cuda":
         device_name = torch.cuda.get_device_name(device)
     else:
@@ -45,56 +51,89 @@ def write_config(
         "command": sys.argv,
         "world": asdict(world),
         "job": job_id(),
+        "launch": launch_id(),
         "host": platform.node(),
         "device": device_name,
         "threads": torch.get_num_threads(),
         "image": os.environ.get("HPCTRAIN_IMAGE"),
         "image_digest": os.environ.get("HPCTRAIN_IMAGE_DIGEST"),
         "revision": revision(),
+        "code": code_digest(),
         "versions": versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    write_json(folder / name, config)
-    return folder / name
+    for path in [_path(folder, each) for each in range(1, number + 1)]:
+        if read_record(path):
+            continue
+        if path.exists():
+            aside = path.with_name(f"{path.name}.damaged")
+            with suppress(OSError):
+                shutil.copyfile(path, aside)
+            say(f"hpctrain: {path} is damaged: kept as {aside.name}, and written anew")
+        write_json(path, config)
+    return path
 
 
-def add_image_digest(path: Path) -> None:
+def _path(folder: Path, number: int) -> Path:
+    return folder / ("config.json" if number == 1 else f"config.{number}.json")
+
+
+def _number(path: Path) -> int:
+    """Of a start, from 1, by the name of its config.json."""
+    number = path.name.split(".")[1]
+    return int(number) if number.isdecimal() else 1
+
+
+def add_image_digest(path: Path) -> bool:
     """Add the image's digest to a config.json that lacks it, if the launch script has computed it by now.
 
-    The launch script computes the digest in the background and names the file for it in
-    HPCTRAIN_IMAGE_DIGEST_FILE. The file appears when it is complete. Raises HpctrainError.
+    Returns whether it was added. The launch script computes the digest in the background and names the file
+    for it in HPCTRAIN_IMAGE_DIGEST_FILE. The file appears when it is complete. Raises HpctrainError.
     """
     file = Path(os.environ.get("HPCTRAIN_IMAGE_DIGEST_FILE", ""))
     if not (is_own(file) and file.is_file()):
-        return
+        return False
     try:
         digest = file.read_text(encoding="utf-8").strip()
-        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # the digest is not known yet, or the user has removed the file
-    if not config.get("image_digest") and re.fullmatch("sha256:[0-9a-f]{64}", digest):
-        write_json(path, config | {"image_digest": digest})
+        return False  # the digest is not known yet
+    config = read_record(path)  # {} if the user has removed the file
+    if not config or config.get("image_digest") or not re.fullmatch("sha256:[0-9a-f]{64}", digest):
+        return False
+    write_json(path, config | {"image_digest": digest})
+    return True
 
 
 def add_resumption(path: Path, checkpoint: Path, step: int) -> None:
     """Add to a config.N.json the checkpoint and step that the run was resumed from, for hpctrain report."""
-    with suppress(OSError, ValueError, HpctrainError):  # the run does not need the entries
-        config = json.loads(path.read_text(encoding="utf-8"))
-        write_json(path, config | {"resumed_from": str(checkpoint), "resumed_at": step})
+    with suppress(HpctrainError):  # the run does not need the entries
+        config = read_record(path)
+        write_json(path, config | {"resumed_from": as_given(str(checkpoint)), "resumed_at": step})
 
 
-def describe_changes(path: Path) -> str:
-    """How world, image and versions differ from those of the start before, by the config beside this one."""
-    number = int(path.suffixes[0][1:]) - 1 if len(path.suffixes) > 1 else 0
-    before = path.with_name(f"config.{number}.json" if number > 1 else "config.json")
-    try:
-        old, new = (json.loads(file.read_text(encoding="utf-8")) for file in (before, path))
-    except (OSError, ValueError):
-        return ""  # no earlier start in this folder
-    pairs = [("ranks", old["world"]["size"], new["world"]["size"])]
-    pairs += [(name, old.get(name), new.get(name)) for name in ("image_digest", "revision")]
-    pairs += [(name, old["versions"].get(name), now) for name, now in new["versions"].items()]
-    return ", ".join(f"{name} {now} (was {was})" for name, was, now in pairs if was and now and was != now)
+def describe_changes(path: Path, names: Collection[str] = ()) -> str:
+    """How world, image, code and versions differ from those of the starts before, by their config.json.
+
+    `names`: of these facts only.
+    """
+    before: dict[str, Any] = {}
+    for number in range(1, _number(path)):
+        before |= _list_facts(_path(path.parent, number))
+    now = _list_facts(path)
+    return ", ".join(
+        f"{name} {value} (was {before[name]})"
+        for name, value in now.items()
+        if value != before.get(name, value) and (not names or name in names)
+    )
+
+
+def _list_facts(path: Path) -> dict[str, Any]:
+    """What the numbers of a start depend on beside its options, as far as it is known."""
+    config = read_record(path)
+    world, known = config.get("world"), config.get("versions")
+    facts = {"ranks": world.get("size") if isinstance(world, dict) else None}
+    facts |= {name: config.get(name) for name in FACTS} | (known if isinstance(known, dict) else {})
+    return {name: value for name, value in facts.items() if value}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -119,6 +158,25 @@ def versions() -> dict[str, str]:
         found["cuda"] = torch.version.cuda
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
+
+
+def code_digest() -> str | None:
+    """SHA-256 (16 digits) of the script and of the modules below its folder that it has imported by now.
+
+    None without a script, as in a notebook, and for the commands of hpctrain, which have a revision.
+    """
+    files = {vars(module).get("__file__") for module in [*sys.modules.values()]}
+    script = vars(sys.modules["__main__"]).get("__file__")
+    installed = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]))
+    if not script or str(script).startswith(installed):
+        return None
+    folder, digest = Path(script).absolute().parent, hashlib.sha256()
+    for name in sorted(str(file) for file in files if file and not str(file).startswith(installed)):
+        with suppress(OSError):
+            if Path(name).is_relative_to(folder) and "site-packages" not in Path(name).parts:
+                content = Path(name).read_bytes()
+                digest.update(f"{Path(name).relative_to(folder)} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def revision() -> str | None:

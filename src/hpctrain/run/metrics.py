@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.run.reader import POSITION
+from hpctrain.run.reader import POSITION, read_line, read_metrics
 from hpctrain.run.wandb import Mirror
+from hpctrain.text import counted, say
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -48,13 +49,22 @@ class Metrics:
         except OSError:  # earlier values could not be written
             self._show_again()
 
-    def rewind(self, lines: int) -> None:
-        """Keep the first lines only: a resumed run repeats the steps of the others. Raises OSError."""
-        if self._file.tell() == 0:
+    def rewind(self, step: int, lines: int | None = None) -> None:
+        """Keep the first lines only, until this step: a resumed run repeats those of the others.
+
+        Without a number of lines, the steps decide. They also do if lines are damaged or missing, as after
+        the crash of a node, which a line says. Raises OSError.
+        """
+        if self._file.tell() == 0 and not lines:
             return
         self._close_files()
-        kept = self._path.read_text(encoding="utf-8").splitlines(keepends=True)[:lines]
-        atomic.write_text(self._path, "".join(kept))
+        texts = self._path.read_bytes().splitlines()[:lines]
+        kept = [text for text in texts if read_line(text)]
+        if lost := (len(texts) if lines is None else lines) - len(kept):
+            say(f"hpctrain: {self._path}: {counted(lost, 'line')} damaged or missing: the others are kept")
+        if lost or lines is None:
+            kept = [text for text in kept if read_line(text)["step"] <= step]
+        atomic.write_text(self._path, "".join(f"{text.decode()}\n" for text in kept))
         self._open()
         self.lines = len(kept)
         self._show_again()
@@ -108,7 +118,7 @@ class Metrics:
         self._board = None
         shutil.rmtree(self._board_folder, ignore_errors=True)
         with suppress(OSError):  # the next line of metrics tries again
-            for line in map(json.loads, self._path.read_text(encoding="utf-8").splitlines()):
+            for line in read_metrics(self._path.parent):
                 self._show(line["step"], {name: line[name] for name in line if name not in POSITION})
 
 

@@ -9,11 +9,14 @@ from hpctrain.checkpoints.interval import Interval
 from hpctrain.distributed.world import World, job_id
 from hpctrain.errors import UsageError
 from hpctrain.files.redaction import hide_secrets
+from hpctrain.text import absolute, as_given
 
 Prune = Callable[[World], bool]
 
+# What the bundled trainers add to their options: the digest of their training examples.
+DATA = "data_sha256"
 # Options that may differ when a run is resumed: they change its weights by rounding at most. The path of the
-# data may: jobs copy it to folders named after the job. Other data with as many examples go unnoticed.
+# data may: jobs copy it to folders named after the job. Its content may not.
 _FREE = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict"}
 _FREE |= {"on_nan", "wandb", "profile", "device", "devices", "num_nodes", "accelerator", "strategy"}
 _FREE |= {"workers", "gradient_checkpointing", "tensor_parallel", "cpu_offload"}
@@ -59,6 +62,9 @@ class RunOptions:
     prune: Prune | None = None
 
     def __post_init__(self) -> None:
+        for name in ("out", "resume"):
+            if (path := getattr(self, name)) and str(path) != "auto":
+                object.__setattr__(self, name, absolute(path))
         try:
             Interval.parse(str(self.checkpoint_every))
         except ValueError:
@@ -88,15 +94,17 @@ class RunOptions:
     @property
     def source(self) -> Path | None:
         """The run folder in `resume`; None without one, and for "auto"."""
-        return None if self.is_auto or self.resume is None else Path(self.resume).expanduser()
+        return None if self.is_auto or self.resume is None else Path(self.resume)
 
     def choose_folder(self, name: str) -> Path:
         """The folder of a run of this name: `out`, the one in `resume`, or runs/NAME/<job id>."""
-        return Path(self.out or self.source or Path("runs") / name / job_id()).expanduser()
+        return absolute(self.out or self.source or Path("runs") / name / job_id())
 
     def list_all(self) -> dict[str, Any]:
         """All options by name, as config.json has them."""
-        return {**self.others, **{name: getattr(self, name) for name in _list_names()}}
+        own = {name: getattr(self, name) for name in _list_names()}
+        paths = {name: Path(as_given(str(path))) for name, path in own.items() if isinstance(path, Path)}
+        return {**self.others, **own, **paths}
 
     def list_weighty(self) -> dict[str, str]:
         """The options that change the weights by more than rounding, as a checkpoint has them."""
@@ -119,10 +127,15 @@ def _list_names() -> list[str]:
 
 def describe_differences(own: dict[str, str], saved: dict[str, str], free: tuple[str, ...]) -> str:
     """Weighty options that differ from a checkpoint's, but not those of `free`, as a text; "" if none."""
+    if DATA not in saved:  # of an earlier version
+        free = (*free, DATA)
     # An option that an earlier version did not have counts as one that was not given.
     names = [
         name for name in sorted({*own, *saved} - {*free}) if own.get(name, "None") != saved.get(name, "None")
     ]
     return ", ".join(
-        f"--{name.replace('_', '-')} {own.get(name)} instead of {saved.get(name)}" for name in names
+        "other examples in --data"
+        if name == DATA
+        else f"--{name.replace('_', '-')} {own.get(name)} instead of {saved.get(name)}"
+        for name in names
     )

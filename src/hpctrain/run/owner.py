@@ -22,6 +22,7 @@ from hpctrain.distributed.entry import on_failure
 from hpctrain.distributed.world import job_id, restart_count
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.files.plain import read_object
 from hpctrain.files.trust import is_of_others
 from hpctrain.text import say
 
@@ -34,9 +35,8 @@ class Owner:
     def __init__(self, folder: Path, own_id: str = "") -> None:
         self._path = folder / "owner.json"
         self.id = own_id or os.urandom(8).hex()
-        launch = hashlib.sha256(os.environ.get("HPCTRAIN_JOB_SECRET", "").encode()).hexdigest()[:16]
         self._own = {"job": job_id(), "restart": restart_count(), "host": platform.node(), "pid": os.getpid()}
-        self._own |= {"space": _process_space(), "launch": launch, "id": self.id}
+        self._own |= {"space": _process_space(), "launch": launch_id(), "id": self.id}
         self._released = threading.Event()
         self._acquired = False
         # When owner.json was there last: the configurations, and what the first one said. The folder of
@@ -70,17 +70,13 @@ class Owner:
         on_failure.append(self.release)
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def is_of_this_launch(self) -> bool:
-        """Whether the same launch script started the owner: torchrun has restarted the ranks since."""
-        return (self._read() or {}).get("launch") == self._own["launch"]
-
     def check(self) -> None:
         """Raise HpctrainError if another job owns the folder by now. Ignores errors of the file system."""
         with suppress(OSError):
             if self._path.parent.exists() and is_of_others(self._path.parent.stat()):
                 raise self._exchanged()
             now = self._read()
-            if now is None and self._configs:
+            if not now and self._configs:
                 now = self._take_back()
             if now is None or now.get("id") != self._own["id"]:
                 new = f"{_name(now)} continues this run" if now else f"somebody has removed {self._path}"
@@ -95,7 +91,9 @@ class Owner:
         return self._path.with_name("config.json").read_bytes()
 
     def _take_back(self) -> dict[str, Any] | None:
-        """The owner of a folder that has lost owner.json: this one, unless another start has a config.N.json.
+        """The owner of a folder whose owner.json is lost or damaged: this one, unless there is another start.
+
+        That would have a config.N.json.
 
         A folder without its configurations is the place of a file system that is gone: waits for it. Raises
         HpctrainError if it does not come back, or if another folder is in the place of this run's: somebody
@@ -107,11 +105,12 @@ class Owner:
             retry.wait(HpctrainError(f"{problem} Start again with --resume when it is"), problem)
         if self._read_first() != self._first:
             raise self._exchanged()
-        if configs == self._configs and self._read() is None:
+        if configs == self._configs and not self._read():
             if self._acquired:
+                self._path.unlink(missing_ok=True)
                 with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:
                     file.write(json.dumps(self._own) + "\n")
-                say(f"hpctrain: {self._path} was removed: made again")
+                say(f"hpctrain: {self._path} was removed or damaged: made again")
             else:
                 return self._own  # rank 0 makes it again
         return self._read()
@@ -126,12 +125,11 @@ class Owner:
     def _read(self) -> dict[str, Any] | None:
         """The content of owner.json; None if there is none, empty if it makes no sense."""
         try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
+            return read_object(self._path)
         except FileNotFoundError:
             return None
         except ValueError:
             return {}
-        return content if isinstance(content, dict) else {}
 
     def _is_dead(self, earlier: dict[str, Any]) -> bool:
         """Whether no other live process can be the earlier owner.
@@ -178,6 +176,11 @@ class Owner:
             with suppress(OSError):
                 if (self._read() or {}).get("id") == self._own["id"]:
                     os.utime(self._path)
+
+
+def launch_id() -> str:
+    """What the starts of ranks by one launch script have in common, as those that torchrun starts again."""
+    return hashlib.sha256(os.environ.get("HPCTRAIN_JOB_SECRET", "").encode()).hexdigest()[:16]
 
 
 def _name(owner: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """The folder of a run: choose it, create it, and become its owner."""
 
-import json
 import math
 import os
 import re
@@ -8,15 +7,17 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import in_job, job_id, restart_count, torchrun_restarts
-from hpctrain.errors import EndEarly, HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.files.trust import check_owner, make_private_folder, refuse_foreign
 from hpctrain.run.options import RunOptions
-from hpctrain.run.owner import Owner
-from hpctrain.run.reader import TAIL, read_json, read_metrics
+from hpctrain.run.owner import Owner, launch_id
+from hpctrain.run.reader import TAIL, is_number, read_metrics, read_record
+from hpctrain.text import say
 
 # What a run folder has before its first step, beside its configurations.
 BEGINNING = {"owner.json", "metrics.jsonl", "checkpoints", "logs", "from-scratch"}
@@ -37,8 +38,10 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
     earlier_run = atomic.exists(folder / "config.json")
     again, failed_start = options.is_auto, False
     if earlier_run and not again and (not source or source.resolve() != folder.resolve()):
-        again = restart_count() > 0 or (torchrun_restarts() and Owner(folder).is_of_this_launch())
-        again = again and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()
+        first = read_record(folder / "config.json")  # if damaged, of this job: others have been refused
+        of_launch = first.get("launch", launch_id()) == launch_id()
+        again = restart_count() > 0 or (torchrun_restarts() and of_launch)
+        again = again and first.get("job", job_id()) == job_id()
         failed_start = not again and _is_failed_start(folder)
         if not again and not failed_start:
             auto = "" if checkpoint.has_complete(folder) else "auto --out "
@@ -106,22 +109,25 @@ def _is_failed_start(folder: Path) -> bool:
             for path in folder.iterdir()
         )
         empty = (folder / "metrics.jsonl").stat().st_size == 0 and not any((folder / "checkpoints").iterdir())
-        return (
-            known and empty and "trainer" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        )
+        return known and empty and "trainer" in read_record(folder / "config.json")
     return False
 
 
 @contextmanager
 def withdraw_if_refused(owner: Owner, config: Path | None = None) -> Iterator[None]:
-    """After an error, or if nothing is left to do, leave a run as it was: without this owner and `config`."""
+    """After an error, leave a run as it was: without this owner and `config`."""
     try:
         yield
-    except (HpctrainError, EndEarly):
-        if config:
-            config.unlink(missing_ok=True)
-        owner.release()
+    except HpctrainError:
+        withdraw(owner, config)
         raise
+
+
+def withdraw(owner: Owner, config: Path | None = None) -> None:
+    """Leave a run as it was, without this owner and `config`."""
+    if config:
+        config.unlink(missing_ok=True)
+    owner.release()
 
 
 def find_earlier_checkpoint(folders: list[Path], epoch: int, step: int) -> Path:
@@ -132,18 +138,24 @@ def find_earlier_checkpoint(folders: list[Path], epoch: int, step: int) -> Path:
         if path.exists():
             return path
         for config in folder.glob("config*.json"):
-            with suppress(HpctrainError, KeyError, TypeError):
-                earlier = Path(read_json(config)["resumed_from"]).parent.parent
+            with suppress(KeyError, TypeError):
+                earlier = Path(read_record(config)["resumed_from"]).parent.parent
                 if earlier not in folders:
                     folders.append(earlier)
     return checkpoint.path_of(folders[0], epoch, step)
 
 
-def finished_epochs(folder: Path) -> float:
-    """The epochs of the result in a run folder: -1 without a result, infinity if the result does not say."""
-    try:
-        return json.loads((folder / "result.json").read_text(encoding="utf-8")).get("epochs", math.inf)
-    except FileNotFoundError:
-        return -1
-    except (OSError, ValueError):
-        return math.inf
+class Result(NamedTuple):
+    """The epochs of the result in a run folder, and how many it was to have if its loop ended before them."""
+
+    epochs: float
+    of_epochs: float
+
+
+def read_result(folder: Path) -> Result:
+    """The epochs in result.json: -1 without a result that can be read, infinity if it does not say."""
+    path = folder / "result.json"
+    if not (result := read_record(path)) and path.exists():
+        say(f"hpctrain: {path} is damaged: it is written again")
+    epochs, of_epochs = result.get("epochs", math.inf if result else -1), result.get("of_epochs", -1)
+    return Result(epochs, of_epochs) if is_number(epochs) and is_number(of_epochs) else Result(-1, -1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from hpctrain.errors import HpctrainError
-from hpctrain.files.plain import open_plain, read_whole
+from hpctrain.files.plain import open_plain, read_object, read_whole
 from hpctrain.run.best import Best, is_loss
 from hpctrain.text import reason
 
@@ -65,15 +65,19 @@ def read_configs(run: Path) -> list[dict[str, Any]]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run folder. Raises HpctrainError, naming the file."""
     try:
-        with open_plain(path) as file:
-            content = json.loads(read_whole(file))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(path)
+    except (OSError, ValueError) as error:
         raise HpctrainError(
             f"{path}: cannot be read ({reason(error)}): name a run folder, such as runs/train_ddp/17"
         ) from error
-    if not isinstance(content, dict):
-        raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
-    return content
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that a run does without: {} if it is not there, or damaged."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError):
+        return {}
 
 
 def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
@@ -113,18 +117,19 @@ def _read_lines(run: Path, tail: int | None = None) -> list[dict[str, float]]:
         else:
             file.seek(0)
             content = read_whole(file)
-    lines = []
-    for text in content.splitlines():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(line, dict):
-            continue
-        line = {name: value for name, value in line.items() if _is_metric(name, value)}
-        if {"epoch", "step"} <= line.keys():
-            lines.append(line)
-    return lines
+    return [line for line in map(read_line, content.splitlines()) if line]
+
+
+def read_line(text: bytes) -> dict[str, float]:
+    """The numbers in a line of metrics.jsonl; {} if it is incomplete or damaged."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(line, dict):
+        return {}
+    line = {name: value for name, value in line.items() if _is_metric(name, value)}
+    return line if {"epoch", "step"} <= line.keys() else {}
 
 
 def _is_metric(name: str, value: object) -> bool:

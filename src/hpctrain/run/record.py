@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -46,11 +45,11 @@ from hpctrain.run.metrics import Metrics, format_seconds, plain_numbers
 from hpctrain.run.nonfinite import NonFinite
 from hpctrain.run.options import RunOptions, describe_differences
 from hpctrain.run.owner import Owner
-from hpctrain.run.prepare import finished_epochs, prepare_folder, withdraw_if_refused
+from hpctrain.run.prepare import Result, prepare_folder, read_result, withdraw, withdraw_if_refused
 from hpctrain.run.profile import NO_PROFILE, Profile
 from hpctrain.run.rank_log import open_log, write_line
 from hpctrain.run.speed import StepTimes, T, gather_speed, gpu_percent, peak_memory
-from hpctrain.text import counted, one_line
+from hpctrain.text import absolute, as_given, counted, one_line
 
 # Metrics for metrics.jsonl and not for the log: they change little.
 NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
@@ -88,9 +87,10 @@ class Record:
         with all_or_none(world):
             if world.rank == 0:
                 own_folder, newest, owner = prepare_folder(trainer, options)
-                found = [str(own_folder), str(newest) if newest else None, owner.id]
+                places = [as_given(str(path)) if path else None for path in (own_folder, newest)]
+                found = [*places, owner.id]
         folder, resume_from, owner_id = broadcast(world, found)
-        self.folder, self.resume_from = Path(folder), Path(resume_from) if resume_from else None
+        self.folder, self.resume_from = absolute(folder), resume_from and absolute(resume_from)
         self._owner = owner if world.rank == 0 else Owner(self.folder, owner_id)
         with all_or_none(world):
             self._log = open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log", world)
@@ -120,6 +120,7 @@ class Record:
         )
         self._bar: tqdm | None = None
         self.epoch, self.best, self.in_parts = 0, Best(), False
+        self.is_finished = False  # whether it had its result before this start, which writes nothing then
         self._epochs = options.epochs
         self._flops: float | None = None
         self._only_check = self._state_is_checked = False  # see must_save()
@@ -146,8 +147,10 @@ class Record:
         without training. Metrics that were written after the checkpoint are removed. A script that does not
         know `epochs` yet calls limit_epochs() when it does.
 
-        Raises UsageError if the run has all of its epochs and its result already. Raises HpctrainError if no
-        checkpoint fits, or, unless --force is given, if options differ that change the weights.
+        If the run has all of its epochs and its result already, `is_finished` says so: from then on nothing
+        is written, and the caller does not train. Raises UsageError instead where nobody has asked for a
+        resume by itself. Raises HpctrainError if no checkpoint fits, or, unless --force is given, if options
+        differ that change the weights.
         """
         entries = entries or ("optimizer",)
         self._nonfinite.model = model = checkpoint.unwrap(model)
@@ -156,14 +159,14 @@ class Record:
         if self.resume_from is None:
             self._epochs = epochs
             if self.world.rank == 0:
-                self._metrics.rewind(0)
+                self._metrics.rewind(0, 0)
             return None
         with self._withdraw_if_refused():
             state = self._load(device, model, entries)
             position = self._resumed = Position.from_entries(state)
             self.epoch, self._step, self.best.evaluations = position.epoch, position.step, position.best
             if epochs is not None:
-                self._refuse_if_finished(epochs)
+                self._note_if_finished(epochs)
             self._compare_options(self._options.list_weighty(), position.options, free=("epochs",))
         self._steps = position.steps
         self._nonfinite.skipped, self._nonfinite.overflows = position.skipped, position.overflows
@@ -175,7 +178,7 @@ class Record:
         return state
 
     def limit_epochs(self, epochs: int, *, fixed: bool = False) -> None:
-        """Train to this number of epochs. Ends a resumed run, or raises UsageError, as resume() does.
+        """Train to this number of epochs. Sets `is_finished`, or raises UsageError, as resume() does.
 
         `fixed`: a resumed run keeps its number, unless --force is given, as its learning rate depends on it.
         """
@@ -184,14 +187,17 @@ class Record:
         if position is None:
             return
         with self._withdraw_if_refused():
-            self._refuse_if_finished(epochs)
+            self._note_if_finished(epochs)
             if fixed and "epochs" in position.options:
                 self._compare_options({"epochs": str(epochs)}, {"epochs": position.options["epochs"]})
+        if self.is_finished:
+            self._withdraw()
+            return
         # Only now, as a run that is refused keeps what it has.
         assert self.resume_from
         if self.world.rank == 0:
             own = self.resume_from.parent.parent.resolve() == self.folder.resolve()
-            self._metrics.rewind(position.lines if own else 0)
+            self._metrics.rewind(self.global_step, position.lines if own else 0)
             if text := describe_changes(self._config):
                 self.print(f"changed since the last start: {text}")
             add_resumption(self._config, self.resume_from, self.global_step)
@@ -212,34 +218,45 @@ class Record:
     def _withdraw_if_refused(self) -> AbstractContextManager[None]:
         return withdraw_if_refused(self._owner, self._config if self.world.rank == 0 else None)
 
+    def _withdraw(self) -> None:
+        """Leave a finished run as it was, without this start."""
+        withdraw(self._owner, self._config if self.world.rank == 0 else None)
+        self.close()
+
     def _load(self, device: torch.device, model: torch.nn.Module, entries: tuple[str, ...]) -> dict[str, Any]:
         """The state of the newest checkpoint that fits, which becomes `resume_from`. A collective call."""
-        chosen = ""
+        assert self.resume_from
+        name = ""
         with all_or_none(self.world):
             if self.world.rank == 0:
-                assert self.resume_from
                 compare = partial(describe_differences, self._options.list_weighty(), free=("epochs",))
-                chosen = str(checkpoint.find_fitting(self.resume_from, model, *entries, compare=compare))
-        self.resume_from = Path(broadcast(self.world, chosen))
+                name = checkpoint.find_fitting(self.resume_from, model, *entries, compare=compare).name
+        self.resume_from = self.resume_from.with_name(broadcast(self.world, name))
         with all_or_none(self.world):
             return checkpoint.load(self.resume_from, device, lazily=self.in_parts)
 
-    def _refuse_if_finished(self, epochs: int) -> None:
-        """End every rank if the run to resume has no epoch left, unless it lacks its result alone.
+    def _note_if_finished(self, epochs: int) -> None:
+        """Set `is_finished` if the run to resume has no epoch left, unless it lacks its result alone.
 
-        Slurm may requeue a job that has completed: then nothing is left to do. Raises UsageError otherwise.
-        A collective call.
+        Its script may have other runs, or work after this one, and Slurm may requeue a job that has
+        completed. Raises UsageError if nobody has asked for a resume by itself.
         """
         assert self.resume_from
-        if self.epoch < epochs and not self.best.has_stalled:
+        # as rank 0 sees it: a file system may show a new file later on other nodes
+        result = Result(*broadcast(self.world, read_result(self.resume_from.parent.parent)))
+        has_result = self.epoch <= result.epochs
+        # of as many epochs as now, which its loop has ended by itself
+        has_ended = self.epoch == result.epochs and epochs <= result.of_epochs
+        if self.epoch < epochs and not (self.best.has_stalled or has_ended):
             return
-        has_result = self.epoch <= finished_epochs(self.resume_from.parent.parent)
         if not has_result and self.epoch <= epochs:
             return
         done = f"{self.folder} has {counted(self.epoch, 'epoch')} already"
         if has_result and (restart_count() > 0 or self._options.is_auto):
-            self.print(f"{done}: nothing to do")
-            self._leave()
+            if not self.is_finished:
+                self.print(f"{done}: nothing to do")
+            self.is_finished = True
+            return
         larger = "larger --epochs" if self.epoch >= epochs else "larger --patience, with --force,"
         raise UsageError(f"{done}: give a {larger} to continue")
 
@@ -415,6 +432,9 @@ class Record:
                 state = checkpoint.with_plain_names(state, self._nonfinite.model) | position.to_entries()
                 best = checkpoint.path_of(self.folder, self.best.epoch, self.best.step)
                 self._checkpointer.save_in_background(path, state, best)
+        known = self.world.rank == 0 and add_image_digest(self._config)
+        if known and (text := describe_changes(self._config, ["image_digest"])):
+            self.print(f"changed since the last start: {text}")
         if (self._epochs is not None and self.epoch >= self._epochs) or self.best.has_stalled:
             return
         if score is not None and self._options.prune and self._options.prune(self.world):
@@ -462,7 +482,7 @@ class Record:
         self._watchdog.pause()  # a file system may stall
         values = plain_numbers(values)
         self._check_finite(**values)
-        if self.world.rank != 0:
+        if self.world.rank != 0 or self.is_finished:
             return
         epoch, step = self.epoch + (self._step > 0), self.global_step
         self._owner.check()
@@ -494,8 +514,11 @@ class Record:
     def finish(self, model: torch.nn.Module, **values: float) -> None:
         """Write result.json and curves.png, and print where they are (collective). Raises HpctrainError.
 
-        If the launch script has computed the image's digest by now, config.json gets it.
+        If the launch script has computed the image's digest by now, config.json gets it. A finished run has
+        all that already.
         """
+        if self.is_finished:
+            return
         self._watchdog.stop()
         self.wait()
         self.log(f"peak memory of this rank: {peak_memory(self.device):.1f} MB")
@@ -516,6 +539,8 @@ class Record:
         seconds = round(time.monotonic() - self._started, 3)
         digest = weights_sha256(checkpoint.unwrap(model))
         result: dict[str, Any] = values | skipped | {"epochs": self.epoch, "seconds": seconds}
+        if self._epochs is not None and self.epoch < self._epochs and not self.best.has_stalled:
+            result["of_epochs"] = self._epochs  # its loop has ended by itself
         result |= {"weights_sha256": digest, "speed": speed}
         add_image_digest(self._config)
         self._metrics.close()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.errors import HpctrainError, print_error
 from hpctrain.files.redaction import hide_secrets
-from hpctrain.run.reader import read_configs, summarize
+from hpctrain.run.reader import read_configs, read_record, summarize
 from hpctrain.text import first_line, say
 
 if TYPE_CHECKING:
@@ -148,10 +148,7 @@ def identity(config: dict[str, Any]) -> str:
 
 def result_numbers(run: Path) -> dict[str, Any]:
     """The numbers and texts of result.json; {} before the end of the run."""
-    try:
-        content = json.loads((run / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    content = read_record(run / "result.json")
     return {name: value for name, value in content.items() if isinstance(value, (int, float, str))}
 
 

@@ -114,6 +114,8 @@ class Run:
         self._accumulate, self._part = 1, 0  # parts in a step, and the number of the present one
         self._loss = self._backward_loss = torch.zeros((), device=self.device)  # of the parts so far
         self._repeated = 0  # batches at the end of an evaluation that do not count
+        self._epochs: int | None = None  # of the last call of epochs()
+        self._ended_of: int | None = None  # those of the loop that a resumed run has left by `break`
         seed_everything(self._seed)
 
     def __enter__(self) -> "Run":
@@ -127,9 +129,11 @@ class Run:
         if kind is not None:
             return self._stack.__exit__(kind, error, traceback)
         with self._stack:
-            if self._tracked:
-                self._leave_epoch()
+            if self._tracked and not self.is_finished:
+                self._leave_epoch(has_ended=True)
                 self._record.finish(self.gather(self._tracked.model), **self.scores)
+        # what follows in the script draws the same numbers after a run that was finished before
+        seed_everything(self._seed)
         return None
 
     @property
@@ -141,6 +145,11 @@ class Run:
     def resume_from(self) -> Path | None:
         """The checkpoint that the run resumes from; None if it is new."""
         return self._record.resume_from
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run had its result before this start, from epochs() on: then nothing is written."""
+        return self._record.is_finished
 
     @property
     def epoch(self) -> int:
@@ -240,6 +249,7 @@ class Run:
                 tracked.load(state, self.resume_from)
             if isinstance(scores := state.get("scores"), dict):
                 self.scores = scores
+            self._ended_of = state.get("ended_of")
         tracked.compare_options()
         hook = register_optimizer_step_post_hook(lambda each, *_: tracked.after_step(each))
         self._stack.callback(hook.remove)
@@ -261,6 +271,8 @@ class Run:
     def epochs(self, number: int, *, fixed: bool = False) -> Iterator[int]:
         """The epochs that are left of this number, counted from 1. Saves what is tracked after each.
 
+        None are left for a run that has its result, also if its loop ended by `break`: the script goes on
+        behind the loop, with what is tracked as it was at the end.
         `fixed`: a resumed run has to have the same number, as its learning rate depends on it. Fewer epochs
         than it has done already are refused in any case (UsageError).
         """
@@ -269,14 +281,16 @@ class Run:
                 "run.epochs() needs something to save: call run.track(model=model, ...) before it"
             )
         self._record.limit_epochs(number, fixed=fixed)
-        while self.epoch < number and not self.best.has_stalled:
+        self._epochs = number
+        has_ended = self.is_finished or self._ended_of == number
+        while self.epoch < number and not (self.best.has_stalled or has_ended):
             seed_everything(hash((self._seed, self.epoch + 1)))
             self._at = IN_EPOCH
             yield self.epoch + 1
             self._leave_epoch()
 
-    def _leave_epoch(self) -> None:
-        """End and save the epoch whose loop has ended, maybe by `break`."""
+    def _leave_epoch(self, *, has_ended: bool = False) -> None:
+        """End and save the epoch whose loop has ended; `has_ended`: by `break`, and no other follows."""
         if self._at == IN_EPOCH:
             raise UsageError("this epoch had no steps: call run.batches() in each epoch of run.epochs()")
         if self._at in (IN_BATCH, AFTER_STEP):
@@ -284,7 +298,8 @@ class Run:
         at, self._at, score, self._score = self._at, OUTSIDE, self._score, None
         self._accumulate, self._part = 1, 0
         if at not in (OUTSIDE, STALLED):
-            self._record.save(self._make_state(), score)
+            ended_of = {"ended_of": self._epochs} if has_ended else {}
+            self._record.save(self._make_state() | ended_of, score)
 
     def batches(
         self,
@@ -319,9 +334,16 @@ class Run:
             steps=steps, accumulate=accumulate, order=order and order(epoch),
         )  # fmt: skip
         self._record.check_steps(plan.steps)
-        if (before := given.get("batch_size", batch_size)) != batch_size:
-            self.print(f"run.batches(): {batch_size} examples in a batch, and {before} in the epoch before")
-        given["batch_size"] = batch_size
+        for name, now, what in (
+            ("batch_size", batch_size, "in a batch"),
+            ("examples", examples, "in the data"),
+        ):
+            if (before := given.get(name, now)) != now:
+                text = f"run.batches(): {now} examples {what}, and {before} in the epoch before"
+                if done and not self._options.force:  # the rest of the epoch would be of another order
+                    raise UsageError(f"{text}: give those of that run, or force=True to go on with these")
+                self.print(text)
+            given[name] = now
         if isinstance(dataset, Loads):
             loaded = dataset.load_batches(plan.parts(done), self.device)
         else:

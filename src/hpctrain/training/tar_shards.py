@@ -57,6 +57,11 @@ class TarShards(Dataset):
         contents = self._read([(number, extension) for extension in self.extensions])
         return {"__key__": self.key(number)} | dict(zip(self.extensions, contents, strict=True))
 
+    @property
+    def index(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The names of the examples, and the tar file, offset and size of each of their files."""
+        return self._keys, self._places
+
     def key(self, number: int) -> str:
         """The name of an example: the name of its files up to the first dot."""
         return os.fsdecode(bytes(self._keys[number]))

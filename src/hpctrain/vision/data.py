@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import HpctrainError, hint_missing
+from hpctrain.files.digests import arrays_sha256
 from hpctrain.files.plain import open_plain
 from hpctrain.training.batches import Part
 
@@ -43,6 +44,10 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def digest(self) -> str:
+        """What tells these examples from others."""
+        return arrays_sha256(self.pixels.numpy(), self.labels.numpy())
 
     def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Examples on `device`: images [b, 1, side, side] float32 from -1 to 1, labels [b] int64."""

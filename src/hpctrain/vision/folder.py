@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.errors import HpctrainError
+from hpctrain.files.digests import arrays_sha256
 from hpctrain.files.plain import open_plain
 from hpctrain.text import counted, first_line, one_line
 from hpctrain.training.batches import Part, can_fork_beside_threads
@@ -41,6 +42,7 @@ MAX_DIGITS = 9  # of a label, with the end of its line
 # The largest label allowed, or the number of examples if larger: models have an output for each number.
 MAX_CLASSES = 100_000
 MAX_WAYS = 100  # to a folder, through links: nine levels of 30 links each would take for ever
+MAX_SIZES = 1000  # each takes a network file system about a millisecond
 MAX_SCANS = 200  # of a progressive JPEG, which usually has ten
 TRAINING, EVALUATION = "train", ("val", "valid", "test")  # folders in a data folder
 ORIENTATION = 0x0112  # the tag of EXIF
@@ -98,6 +100,12 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def digest(self) -> str:
+        """What tells these examples from others: names, labels, and the sizes of up to MAX_SIZES files."""
+        some = range(0, len(self), -(-len(self) // MAX_SIZES))
+        sizes = [self.path(number).stat().st_size for number in some]
+        return arrays_sha256(self._names, self.labels.numpy(), numpy.array(sizes))
 
     def path(self, number: int) -> Path:
         """The file of an example."""
@@ -161,6 +169,10 @@ class ImageShards(ImageFolder):
                 f"{place} has the label {self.labels[largest]}, but labels are the numbers of classes, from 0"
             )
         self.classes = [str(label) for label in range(int(self.labels[largest]) + 1)]
+
+    def digest(self) -> str:
+        """What tells these examples from others: names, labels, and the places in the tar files."""
+        return arrays_sha256(*self._shards.index, self.labels.numpy())
 
     def _label(self, number: int, text: bytes) -> int:
         if not text.strip().isdigit() or len(text) > MAX_DIGITS:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
-from hpctrain.distributed.rendezvous import all_or_none, gather
+from hpctrain.distributed.rendezvous import all_or_none, broadcast, gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.parser import Parser, add_kernels, add_precision, positive, trainer_parser
@@ -74,6 +74,7 @@ class ImageOptions(argparse.Namespace):
     fast_kernels: bool
     compile: bool
     deterministic: bool
+    data_sha256: str
 
 
 Options = TypeVar("Options", bound=ImageOptions)
@@ -148,7 +149,7 @@ def parse(parser: Parser, arguments: list[str], options: Options) -> Options:
 
 
 def load_data(args: ImageOptions, world: World) -> tuple[ImageSet, ImageSet]:
-    """The training set and the test set of --data. Fills in --image-size and --workers.
+    """The training set and the test set of --data. Fills in --image-size and --workers, and data_sha256.
 
     A collective call. Raises HpctrainError, naming the file or folder.
     """
@@ -177,6 +178,7 @@ def load_data(args: ImageOptions, world: World) -> tuple[ImageSet, ImageSet]:
     for part in sets:
         if world.rank == 0 and part.unused:
             print(part.unused, flush=True)
+    args.data_sha256 = broadcast(world, sets[0].digest() if world.rank == 0 else "")
     return sets
 
 

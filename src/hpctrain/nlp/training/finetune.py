@@ -26,7 +26,7 @@ from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.batches.features import Features, check_tokens
+from hpctrain.nlp.batches.features import Features, check_tokens, make_cache_key
 from hpctrain.nlp.batches.sampling import Selection, TrainingTexts, training_batches_by_length
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.splits import describe_files, load_splits, split_examples
@@ -49,7 +49,7 @@ from hpctrain.nlp.training.step_graphs import StepGraphs, check_layers
 from hpctrain.nlp.training.steps import Steps, learning_rate, make_optimizer
 from hpctrain.nlp.training.tokenize import tokenize_splits
 from hpctrain.run.flops import count_text_flops
-from hpctrain.run.options import Prune
+from hpctrain.run.options import DATA, Prune
 from hpctrain.text import counted, one_line, say
 from hpctrain.training.batches import seed_step, steps_per_epoch
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
@@ -70,7 +70,10 @@ def fine_tune(task: Task, world: World, arguments: list[str], prune: Prune | Non
     with process_group(world, device, cpu_tensors=args.cpu_offload):
         examples = read_examples(task, args, world)
         args = fit_batch_size(args, len(examples["train"]), world)
-        with Run(f"nlp.{task.name}", prune=prune, **vars(args)) as run:
+        # not of the test set, which has no effect on the weights
+        digest = world.rank == 0 and make_cache_key(examples["train"], examples["validation"])
+        options = vars(args) | {DATA: broadcast(world, digest)}
+        with Run(f"nlp.{task.name}", prune=prune, **options) as run:
             folder = get_initial_model(task, args, run, examples["train"])
             make_deterministic(args.deterministic, device)
             model, tokenizer, labels = prepare_model(task, folder, examples["train"], args, run)
@@ -84,6 +87,8 @@ def fine_tune(task: Task, world: World, arguments: list[str], prune: Prune | Non
                 steps.add_set(name, examples[name], features[name], padding)
             texts = TrainingTexts(features["train"], padding, bool(args.pack), steps.round_up_to)
             train(task, steps, texts, args, run)
+            if run.is_finished:
+                return
             scores = score_test_set(steps, run)
 
             whole: Any = run.gather(model)
