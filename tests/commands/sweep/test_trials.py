@@ -3,9 +3,11 @@
 import json
 from dataclasses import replace
 
+import pytest
 from matplotlib.figure import Figure
 
-from hpctrain.commands.sweep import file, trials
+from hpctrain.commands.sweep import file, sweep, trials
+from hpctrain.distributed.world import ALONE
 from tests.commands.sweep.helpers import SWEEP, trial
 
 
@@ -54,3 +56,26 @@ def test_a_metric_of_the_validation_is_the_best_of_the_epochs(tmp_path):
     trial = trials.read_trial(replace(SWEEP, metric="validation_accuracy"), tmp_path, 0)
     assert (trial.value, trial.scores, trial.state) == (0.75, values, "complete")
     assert trials.read_trial(SWEEP, tmp_path, 0).value == 0.7
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff", b'{"lr": 0.01, seed"'])
+def test_damaged_files_of_a_sweep_end_no_trial(tmp_path, capsys, damage):
+    """One damaged parameters.json ended each start of each trial."""
+    for number in range(3):
+        folder = trials.trial_folder(tmp_path, number)
+        folder.mkdir()
+        (folder / "parameters.json").write_text(json.dumps({"lr": 0.01, "seed": 1, "on-nan": "stop"}))
+        (folder / "result.json").write_text(json.dumps({"test_accuracy": 0.5}))
+    sweep._keep_sweep(SWEEP, tmp_path)
+    begun = trials.trial_folder(tmp_path, 0)
+    (begun / "config.json").write_text(json.dumps({"options": {"lr": 0.02, "seed": 2, "on_nan": "skip"}}))
+    (begun / "parameters.json").write_bytes(damage)
+    (trials.trial_folder(tmp_path, 1) / "parameters.json").write_bytes(damage)  # it had not begun
+    (trials.trial_folder(tmp_path, 2) / "result.json").write_bytes(damage)
+    (tmp_path / "sweep.json").write_bytes(damage)
+    found = trials.read_trials(SWEEP, tmp_path)
+    assert [(trial.number, trial.state) for trial in found] == [(0, "complete"), (2, "running")]
+    assert sweep.choose_parameters(SWEEP, tmp_path, 0, ALONE) == {"lr": 0.02, "seed": 2, "on-nan": "skip"}
+    assert json.loads((begun / "parameters.json").read_text())["lr"] == 0.02
+    assert json.loads((tmp_path / "sweep.json").read_text())["metric"] == "test_accuracy"
+    assert capsys.readouterr().out.count("is damaged: it is written again") == 2

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from hpctrain.distributed.world import ALONE
-from hpctrain.errors import HpctrainError
 from hpctrain.files.trust import hold_folder
 from hpctrain.nlp.batches import features
 from hpctrain.nlp.batches.features import Features
@@ -181,16 +180,19 @@ def test_what_an_unwritable_cache_cannot_take_stays_in_memory(tmp_path, monkeypa
     )
 
 
-def test_damaged_cache_is_an_error_with_its_path(feature_cache):
-    features.load_or_make(
-        "broken", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
-    )
-    (feature_cache / "broken/starts.npy").write_bytes(b"")
-    with pytest.raises(
-        HpctrainError,
-        match=r"broken: the tokenized texts cannot be read .*remove this folder and start again",
-    ):
-        features.load_or_make("broken", lambda: None, ALONE)
+@pytest.mark.parametrize("damaged", ["starts.npy", "tokens.input_ids.npy", "SHA256SUMS"])
+def test_a_damaged_cache_is_made_again(feature_cache, capsys, damaged):
+    """It ended each start of a job whose checkpoints were intact."""
+    made = features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]})
+    features.load_or_make("broken", lambda: made, ALONE)
+    path = feature_cache / "broken" / damaged
+    before = path.read_bytes()
+    path.write_bytes(before[:-9] + b"\xff" + before[-8:])
+    again = features.load_or_make("broken", lambda: made, ALONE)
+    assert again is not made and again.last_token == 1 and path.read_bytes() == before
+    said = capsys.readouterr().err
+    assert said.startswith("hpctrain: warning: the texts are tokenized again, as the cache is damaged: ")
+    assert features.load_or_make("broken", lambda: None, ALONE).last_token == 1
 
 
 def load_and_tell(capsys, made):

@@ -19,6 +19,7 @@ from hpctrain.commands.sweep.search import should_prune, suggest
 from hpctrain.commands.sweep.trials import (
     describe_parameters,
     describe_progress,
+    read_parameters,
     read_state,
     read_trials,
     show,
@@ -31,7 +32,7 @@ from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.files.trust import make_private_folder, refuse_foreign
 from hpctrain.parser import Parser
-from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
+from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_metrics, read_record
 from hpctrain.text import first_line, say
 
 FAILED = "error.txt"  # in the folder of a trial that an error has ended
@@ -65,18 +66,21 @@ def choose_parameters(sweep: Sweep, folder: Path, number: int, world: World) -> 
     if world.rank == 0:
         _keep_sweep(sweep, folder)
         file.with_name(FAILED).unlink(missing_ok=True)
-        if not file.exists():
-            parameters = suggest(sweep, read_trials(sweep, folder), number)
+        if not read_record(file):
+            if file.exists():
+                say(f"hpctrain: {file} is damaged: it is written again")
+            parameters = read_parameters(sweep, folder, number)
+            parameters = parameters or suggest(sweep, read_trials(sweep, folder), number)
             make_private_folder(file.parent, foreseen=False)
             atomic.write_text(file, json.dumps(parameters, indent=2) + "\n")
     deadline = time.monotonic() + WAIT
-    while not file.exists():
+    while not (parameters := read_record(file)):
         if time.monotonic() > deadline:
             raise HpctrainError(
                 f"rank {world.rank} sees no {file} of rank 0: is it a file system of all nodes?"
             )
         time.sleep(0.1)
-    return read_json(file)
+    return parameters
 
 
 def train(sweep: Sweep, folder: Path, number: int, world: World, parameters: dict[str, Any]) -> None:
@@ -130,7 +134,10 @@ def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
 def _keep_sweep(sweep: Sweep, folder: Path) -> None:
     """Write sweep.json, or raise UsageError if it differs in more than the number of trials."""
     own, path = asdict(sweep), folder / "sweep.json"
-    kept = read_json(path) if path.exists() else own
+    if not (kept := read_record(path)):
+        if path.exists():
+            say(f"hpctrain: {path} is damaged: it is written again")
+        kept = own
     differing = [name for name in own if name != "trials" and own[name] != kept.get(name)]
     if differing:
         raise UsageError(
@@ -151,7 +158,7 @@ def run_all(file: Path, sweep: Sweep, folder: Path) -> None:
         sweep_words = ["sweep", str(file), "--out", str(folder), "--trial", str(number)]
         subprocess.run([*SAFE_PYTHON, "-m", "hpctrain", *sweep_words], check=False)
         failed = trial_folder(folder, number) / FAILED
-        errors.append(failed.read_text(encoding="utf-8") if failed.exists() else "")
+        errors.append(failed.read_text(encoding="utf-8", errors="replace") if failed.exists() else "")
         all_failed = len(without_end(sweep, folder)) == sweep.trials
         if all_failed and errors[0] and errors == SAME_ERRORS * errors[:1]:
             raise HpctrainError(

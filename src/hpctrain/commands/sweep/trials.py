@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.commands.sweep.file import Sweep
 from hpctrain.errors import HpctrainError
 from hpctrain.run.charts import folder_for_matplotlib, make_charts, plain, save_picture
-from hpctrain.run.reader import DIVERGED, PRUNED, read_json, read_metrics
+from hpctrain.run.reader import DIVERGED, PRUNED, read_json, read_metrics, read_record
 from hpctrain.text import one_line, say
 
 # A file in the folder of a trial, and how a trial with this file has ended. The first one counts.
@@ -37,7 +37,8 @@ def trial_folder(folder: Path, number: int) -> Path:
 def read_state(folder: Path, number: int) -> str:
     """How a trial has ended, or "running": its job may also have been killed."""
     for name, state in ENDINGS.items():
-        if (trial_folder(folder, number) / name).exists():
+        path = trial_folder(folder, number) / name
+        if path.exists() and (path.suffix != ".json" or read_record(path)):  # a damaged one is written again
             return state
     return "running"
 
@@ -47,13 +48,27 @@ def without_end(sweep: Sweep, folder: Path) -> list[int]:
     return [number for number in range(sweep.trials) if read_state(folder, number) == "running"]
 
 
+def read_parameters(sweep: Sweep, folder: Path, number: int) -> dict[str, Any]:
+    """The parameters of a trial, which are also in its config.json if parameters.json is damaged.
+
+    {} if the trial has not begun.
+    """
+    path = trial_folder(folder, number)
+    if parameters := read_record(path / "parameters.json"):
+        return parameters
+    options = read_record(path / "config.json").get("options")
+    options = options if isinstance(options, dict) else {}
+    found = {name: options.get(name.replace("-", "_")) for name in sweep.parameters}
+    return {} if None in found.values() else found
+
+
 def read_trial(sweep: Sweep, folder: Path, number: int) -> Trial:
     """A trial that has begun. Raises HpctrainError if it is complete and has no such metric.
 
     The value is that of result.json. If only metrics.jsonl has the metric, it is the best one of all epochs.
     """
     path, state = trial_folder(folder, number), read_state(folder, number)
-    parameters, lines = read_json(path / "parameters.json"), read_metrics(path)
+    parameters, lines = read_parameters(sweep, folder, number), read_metrics(path)
     if parameters.keys() != sweep.parameters.keys() or any(
         "values" in form and parameters[name] not in form["values"] for name, form in sweep.parameters.items()
     ):
@@ -75,11 +90,7 @@ def read_trial(sweep: Sweep, folder: Path, number: int) -> Trial:
 
 def read_trials(sweep: Sweep, folder: Path) -> list[Trial]:
     """The trials that have begun, in order. Raises HpctrainError."""
-    begun = [
-        number
-        for number in range(sweep.trials)
-        if (trial_folder(folder, number) / "parameters.json").exists()
-    ]
+    begun = [number for number in range(sweep.trials) if read_parameters(sweep, folder, number)]
     return [read_trial(sweep, folder, number) for number in begun]
 
 
@@ -120,7 +131,8 @@ def show(sweep: Sweep, folder: Path) -> None:
         if trial.state == "complete":
             text = f"{sweep.metric} {trial.value:.4f}"
         elif trial.state == "pruned":
-            text = (trial_folder(folder, trial.number) / PRUNED).read_text(encoding="utf-8").strip()
+            path = trial_folder(folder, trial.number) / PRUNED
+            text = one_line(path.read_text(encoding="utf-8", errors="replace").strip())
         elif trial.state == "running":
             text = "no result"
         print(f"trial {trial.number:3}  {text}  {describe_parameters(trial.parameters)}")

@@ -6,6 +6,7 @@ entries here, not --max-length: padding is added when a batch is built.
 
 import hashlib
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from hpctrain.distributed.rendezvous import all_or_none
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, print_error
 from hpctrain.files import atomic
-from hpctrain.files.digests import check_digests, write_digests
+from hpctrain.files.digests import NAME, check_digests, write_digests
 from hpctrain.files.trust import hold_folder, refuse_changeable
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.text import reason
@@ -270,19 +271,20 @@ def get_cache_folder(env: Mapping[str, str] = os.environ) -> Path:
 def load_or_make(key: str, make: Callable[[], Features], world: World) -> Features:
     """The features of `key` from the cache, or made by one rank of the job and cached; a collective call.
 
+    Damaged ones are made again.
     If the cache is on a local disk of each node, one rank of each further node makes them as well. They are
     complete or absent, so two jobs may do this at a time. On a node where the cache cannot be written, as on
     a full disk or in a folder of somebody else, each rank makes them in its own memory.
     """
     folder, made = get_cache_folder() / key, None
-    for is_maker in (world.rank == 0, world.local_rank == 0):
+    for is_maker in (world.rank == 0, world.rank != 0 and world.local_rank == 0):
         with all_or_none(world):
-            if is_maker and made is None and not _is_there(folder):
+            if is_maker and made is None and not _is_intact(folder):
                 made = make()
                 _write_features(folder, made)
     with all_or_none(world):
         if _is_there(folder):
-            return _read_features(folder, check=world.local_rank == 0)
+            return _read_features(folder)
         return make() if made is None else made
 
 
@@ -291,6 +293,20 @@ def _is_there(folder: Path) -> bool:
     with suppress(HpctrainError, OSError):
         _check_cache(folder)
         return folder.exists()
+    return False
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether the cache has these features as they were written. Removes damaged ones."""
+    if not _is_there(folder):
+        return False
+    try:
+        check_digests(folder)
+        if (folder / NAME).exists():
+            return True
+    except HpctrainError as error:
+        _warn(f"the texts are tokenized again, as the cache is damaged: {error}")
+    shutil.rmtree(folder, ignore_errors=True)
     return False
 
 
@@ -347,10 +363,8 @@ def _check_cache(folder: Path) -> None:
     refuse_changeable(*[parent.parent] * is_temporary, parent, *paths, advice=advice)
 
 
-def _read_features(folder: Path, check: bool) -> Features:
+def _read_features(folder: Path) -> Features:
     try:
-        if check:
-            check_digests(folder)
         columns = {
             path.name.removesuffix(".npy"): numpy.load(
                 path, mmap_mode="r" if path.name.startswith("tokens.") else None
