@@ -13,9 +13,10 @@ owner_of() {
     stat -c %u "$1"
 }
 
-# belongs_to_user PATH: whether the file or folder, or what a link leads to, does
+# belongs_to_user PATH: whether the file or folder does, or the link: one of somebody else may lead to a folder
+# of the user in which others can write
 belongs_to_user() {
-    [[ -O $1 ]]
+    [[ $(owner_of "$1" 2>/dev/null) == "$UID" ]]
 }
 
 # is_own FOLDER: whether it is one of this user, and no link. One look: between two, others could replace it.

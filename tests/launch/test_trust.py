@@ -66,14 +66,21 @@ def test_functions_of_somebody_else_are_not_run(programs, tmp_path, case):
 
 
 @BY_ROOT
-def test_the_name_of_an_environment_is_no_folder_of_somebody_else(tmp_path, theirs):
-    """HPCTRAIN_PYTHON_ENV=torch may be an environment of conda, but bin/activate of ./torch was run."""
-    (activate := tmp_path / "torch/bin/activate").parent.mkdir(parents=True)
+@pytest.mark.parametrize("link", [False, True])
+def test_the_name_of_an_environment_is_no_folder_of_somebody_else(tmp_path, theirs, link):
+    """HPCTRAIN_PYTHON_ENV=torch may be an environment of conda, but bin/activate of ./torch was run.
+
+    With their link to the folder, where they can write, it was of the user.
+    """
+    (activate := tmp_path / f"{'.' if link else 'torch'}/bin/activate").parent.mkdir(parents=True)
+    if link:
+        (tmp_path / "torch").symlink_to(".")
     activate.write_text("touch executed; exit 7\n")
     env = os.environ | {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_TASKS": "1", "HPCTRAIN_PYTHON_ENV": "torch"}
     assert start("local.sh", "check", env=env, cwd=tmp_path).returncode == 7  # one of your own
     (tmp_path / "executed").unlink()
-    theirs(tmp_path / "torch")
+    theirs(activate if link else tmp_path / "torch")
+    os.chown(tmp_path / "torch", 1234, 1234, follow_symlinks=False)
     done = start("local.sh", "check", env=env, cwd=tmp_path)
     assert "HPCTRAIN_PYTHON_ENV=torch" in done.stderr and "conda" in done.stderr, done
     assert not (tmp_path / "executed").exists()
@@ -95,10 +102,12 @@ def test_a_script_for_mpi_imports_no_mpi4py_of_the_current_folder(tmp_path):
 # ---- folders in /tmp ----
 
 
-def test_a_folder_that_somebody_else_removes_between_two_looks_is_not_taken(tmp_path):
+@pytest.mark.parametrize("part", ["main.sh", "task.sh"])
+def test_a_folder_that_somebody_else_removes_between_two_looks_is_not_taken(tmp_path, part):
     """They held /tmp/hpctrain-UID while mkdir failed, removed it before the next look, and made it again."""
     put(tmp_path, mkdir="exit 1")
-    code = f"source {QUOTED}/lib/main.sh; PATH={tmp_path}:$PATH; make_own {tmp_path}/own"
+    parts = ENTER if part == "task.sh" else f"source {QUOTED}/lib/main.sh"
+    code = f"{parts}; PATH={tmp_path}:$PATH; make_own {tmp_path}/own"
     done = bash(code)
     assert (done.returncode, done.stderr) == (1, "")
     (tmp_path / "own").mkdir()
