@@ -192,6 +192,19 @@ def test_a_job_trains_although_another_user_has_its_folders_in_tmp(cluster):
     assert found == ["alice 700\n"] * 2, found
 
 
+def test_no_job_goes_on_from_the_checkpoint_of_another_user(cluster):
+    """bob has put a run of his in the place of the run folder while the job was pending."""
+    words = ["train_ddp", f"--data={HOME}/digits", "--epochs=2", "--out=runs/theirs", "--resume=auto"]
+    number = cluster.submit("--hold", *ONE_EACH, SCRIPT, *words, cwd=HOME, env=NO_CONTAINER)
+    assert_ended(job(cluster, *words, options=ONE_EACH, env=NO_CONTAINER), "COMPLETED")
+    runs = f"{HOME}/runs/theirs"
+    cluster.exec("login", "rm", f"{runs}/result.json")
+    cluster.exec("login", "sh", "-c", f"chown -R bob {runs} && chmod -R 777 {runs}")
+    cluster.exec("login", "scontrol", "release", str(number))
+    assert_ended(wait(cluster, number), "FAILED", "runs/theirs: a folder that another user made")
+    assert not folder(cluster, "runs/theirs/result.json").exists()
+
+
 OTHER_CONMON = """
 umask 0
 mkdir -p $0/config/containers
