@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +23,11 @@ from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.files.digests import check_digests
 from hpctrain.files.plain import open_plain
 from hpctrain.nlp.data.splits import find_split_files
 from hpctrain.nlp.models import hub
+from hpctrain.nlp.predict import read_rows
 from hpctrain.run.options import RunOptions
 from hpctrain.run.owner import Owner
 from hpctrain.run.prepare import prepare_folder
@@ -191,6 +195,48 @@ def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
 
 
 # ---- what is read ----
+
+
+@by_root
+@pytest.mark.parametrize(
+    ("name", "trick"),
+    [
+        *product(
+            ["search.yaml", "pruned.txt", "error.txt", "SHA256SUMS"], ["link", "pipe", "device", "large"]
+        ),
+        ("texts", "link"),
+    ],
+)
+def test_small_files_of_others_are_read_with_care(tmp_path, monkeypatch, capsys, theirs, name, trick):
+    """A link to a secret was quoted in the log, a pipe waited for, and /dev/zero filled the memory."""
+    parameters = "parameters:\n  lr: {values: [0.1]}\n"
+    (search := tmp_path / "search.yaml").write_text(SWEEP + parameters)
+    (trial := tmp_path / "out/trial-000").mkdir(parents=True)
+    (trial / "parameters.json").write_text('{"lr": 0.1}')
+    path = trial / name if name.endswith(".txt") else tmp_path / name
+    path.unlink(missing_ok=True)
+    if trick == "pipe":
+        os.mkfifo(path)
+    elif trick == "large":
+        with path.open("wb") as file:
+            file.truncate(2**40)
+    else:
+        (tmp_path / "token").write_text("[hf_secret]")
+        path.symlink_to("/dev/zero" if trick == "device" else tmp_path / "token")
+        theirs(path)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    try:
+        if name == "SHA256SUMS":
+            check_digests(tmp_path)
+        elif name == "texts":
+            next(read_rows(Namespace(file=path), SimpleNamespace(inputs=["text"])))
+        else:
+            sweep.main(ALONE, [str(search), "--out", f"{tmp_path}/out", *["--show"] * (name == "pruned.txt")])
+    except HpctrainError as error:
+        assert "secret" not in str(error)
+        assert str(path) in str(error) or name != "search.yaml"
+    else:
+        assert name == "pruned.txt" and "pruned" in capsys.readouterr().out
 
 
 @by_root

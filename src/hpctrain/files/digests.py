@@ -11,6 +11,7 @@ import torch
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.files.plain import MAX_BYTES, open_plain, read_text
 from hpctrain.files.trust import is_below
 from hpctrain.text import reason
 
@@ -30,7 +31,7 @@ def check_digests(folder: Path) -> None:
     """Raise HpctrainError that names the first file with another digest than in SHA256SUMS, if any."""
     sums = folder / NAME
     try:
-        lines = sums.read_bytes().decode(errors="replace").splitlines() if sums.exists() else []
+        lines = read_text(sums, limit=MAX_BYTES, errors="replace").splitlines() if sums.exists() else []
         for line in lines:
             digest, between, name = line[:64], line[64:66], line[66:]
             # *: --binary
@@ -48,7 +49,7 @@ def check_digests(folder: Path) -> None:
 
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()

@@ -37,11 +37,17 @@ def open_plain(path: Path) -> IO[bytes]:
     return file
 
 
-def read_whole(file: IO[bytes]) -> bytes:
-    """The content of a file that is read whole. Raises OSError if it is larger than MAX_BYTES."""
-    if os.fstat(file.fileno()).st_size > MAX_BYTES:
+def read_whole(file: IO[bytes], limit: int = MAX_BYTES) -> bytes:
+    """The content of a file that is read whole. Raises OSError if it is larger than `limit`."""
+    if os.fstat(file.fileno()).st_size > limit:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return file.read()
+
+
+def read_text(path: Path, *, limit: int = 2**20, errors: str = "strict") -> str:
+    """The text of a small file in UTF-8. Raises OSError as open_plain() does, and ValueError."""
+    with open_plain(path) as file:
+        return read_whole(file, limit).decode(errors=errors)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -51,9 +51,9 @@ def _hide(value: Any, secrets: list[str]) -> Any:
         value = value.replace(secret, HIDDEN)
     value = re.sub(r"(?<=://)([^\s/@:]*:\S*|[^\s/@]+)@", f"{HIDDEN}@", value)
     done, end = "", 0
-    for name in OPTION.finditer(value):
-        if name.start() >= end and is_secret(name[0]) and (text := VALUE.match(value, name.end())):
-            done, end = done + value[end : name.end()] + HIDDEN, text.end()
+    for option in OPTION.finditer(value):
+        if option.start() >= end and is_secret(option[0]) and (text := VALUE.match(value, option.end())):
+            done, end = done + value[end : option.end()] + HIDDEN, text.end()
     return done + value[end:]
 
 

@@ -25,6 +25,7 @@ from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.files import atomic
+from hpctrain.files.plain import open_plain
 from hpctrain.nlp.data.formats import JSON_LINES, SURROGATE, TABLES, decode_text, get_field
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.models.lora import load_adapter
@@ -268,7 +269,9 @@ def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, 
         yield from (tuple(args.text[i : i + len(names)]) for i in range(0, len(args.text), len(names)))
         return
     try:
-        text = decode_text(args.file, args.file.read_bytes(), for_tables="convert it to .jsonl")
+        # <(COMMAND) of a shell is a pipe.
+        with open_plain(args.file) if args.file.is_file() else args.file.open("rb") as file:
+            text = decode_text(args.file, file.read(), for_tables="convert it to .jsonl")
     except OSError as error:
         raise HpctrainError(
             f"{args.file}: cannot be read ({error.strerror}): give --file a text file in UTF-8"

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.errors import UsageError
+from hpctrain.files.plain import read_text
 from hpctrain.parser import did_you_mean
 from hpctrain.text import reason
 
@@ -79,7 +80,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         }
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         # A file of a few lines would otherwise unfold to gigabytes.
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ValueError("it has an alias: write its value instead")

@@ -19,6 +19,7 @@ from hpctrain.commands.sweep.search import should_prune, suggest
 from hpctrain.commands.sweep.trials import (
     describe_parameters,
     describe_progress,
+    read_line,
     read_parameters,
     read_state,
     read_trials,
@@ -157,8 +158,7 @@ def run_all(file: Path, sweep: Sweep, folder: Path) -> None:
     for number in without_end(sweep, folder):
         sweep_words = ["sweep", str(file), "--out", str(folder), "--trial", str(number)]
         subprocess.run([*SAFE_PYTHON, "-m", "hpctrain", *sweep_words], check=False)
-        failed = trial_folder(folder, number) / FAILED
-        errors.append(failed.read_text(encoding="utf-8", errors="replace") if failed.exists() else "")
+        errors.append(read_line(trial_folder(folder, number) / FAILED))
         all_failed = len(without_end(sweep, folder)) == sweep.trials
         if all_failed and errors[0] and errors == SAME_ERRORS * errors[:1]:
             raise HpctrainError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpctrain.commands.sweep.file import Sweep
 from hpctrain.errors import HpctrainError
+from hpctrain.files.plain import read_text
 from hpctrain.run.charts import folder_for_matplotlib, make_charts, plain, save_picture
 from hpctrain.run.reader import DIVERGED, PRUNED, read_json, read_metrics, read_record
 from hpctrain.text import one_line, say
@@ -122,6 +123,14 @@ def describe_progress(sweep: Sweep, trials: list[Trial]) -> str:
     return text
 
 
+def read_line(path: Path) -> str:
+    """The line in a file that says how a trial has ended; "" without one, or if it is large or a pipe."""
+    try:
+        return one_line(read_text(path, errors="replace").strip())
+    except OSError:
+        return ""
+
+
 def show(sweep: Sweep, folder: Path) -> None:
     """Print the trials, the best one last, and draw them in sweep.png."""
     trials = read_trials(sweep, folder)
@@ -132,7 +141,7 @@ def show(sweep: Sweep, folder: Path) -> None:
             text = f"{sweep.metric} {trial.value:.4f}"
         elif trial.state == "pruned":
             path = trial_folder(folder, trial.number) / PRUNED
-            text = one_line(path.read_text(encoding="utf-8", errors="replace").strip())
+            text = read_line(path) or text
         elif trial.state == "running":
             text = "no result"
         print(f"trial {trial.number:3}  {text}  {describe_parameters(trial.parameters)}")
