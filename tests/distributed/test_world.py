@@ -96,6 +96,18 @@ def test_every_launcher_gives_rank_3_of_4(env, launcher):
     )
 
 
+@pytest.mark.parametrize(
+    ("env", "launcher"),
+    [
+        (OPENMPI_IN_SLURM | {"OMPI_COMM_WORLD_SIZE": "5"}, "openmpi"),
+        (MPICH | {"PMI_SIZE": "5"}, "mpich"),
+    ],
+)
+def test_the_last_node_of_mpirun_may_have_fewer_ranks(env, launcher):
+    """MPI numbers no nodes."""
+    assert detect(env) == World(3, 5, 1, 2, 1, 3, launcher)
+
+
 @pytest.mark.parametrize("env", [{}, SLURM_BATCH | {"SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "17"}])
 def test_one_process_alone(env):
     assert detect(env) == World(0, 1, 0, 1, 0, 1, "single")

@@ -226,6 +226,14 @@ def test_too_many_in_a_row():
         step(nonfinite, float("inf"))
 
 
+def test_many_skipped_steps_that_are_not_in_a_row():
+    nonfinite = watch(torch.nn.Linear(2, 2))
+    for _ in range(MAX_IN_A_ROW + 1):
+        assert not step(nonfinite, float("inf"))
+        assert step(nonfinite, 1.0)
+    assert nonfinite.skipped == MAX_IN_A_ROW + 1
+
+
 def test_by_default_no_gradient_is_looked_at():
     nonfinite = watch(torch.nn.Linear(2, 2), skip=False)
     assert step(nonfinite, float("nan")) and nonfinite.model.weight.grad is not None
