@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.launch.helpers import BY_ROOT
+
 
 def python(code, **env):
     return subprocess.run(
@@ -48,6 +50,17 @@ def python(code, **env):
             1,
             "hpctrain: error: .*No space left on device",
         ),
+        (
+            "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))\n"
+            "hpctrain.main(lambda world: [open('/dev/null') for _ in range(9)])",
+            1,
+            "hpctrain: error: .* 9: .*ulimit -n",
+        ),
+        (
+            "hpctrain.main(lambda world: os.read(os.pipe2(os.O_NONBLOCK)[0], 1))",
+            1,
+            "Traceback (.*\n)+Blocking",
+        ),
         # the name of a file that the locale lacks
         ("hpctrain.main(lambda _: 'a\\udceab'.encode())", 1, "hpctrain: error: .*LC_ALL="),
         ("hpctrain.main(lambda world: 1 / 0)", 1, "Traceback (.*\n)+ZeroDivisionError"),
@@ -59,6 +72,28 @@ def test_the_end_of_a_script(tmp_path, code, status, stderr):
         done.stderr
     )
     assert (tmp_path / "failed").exists() == (stderr.startswith("hpctrain: error") or stderr == "stop\n")
+
+
+@BY_ROOT  # which has no such limit itself
+@pytest.mark.parametrize(
+    "start",
+    [
+        "threading.Thread(target=print).start()",
+        pytest.param("subprocess.run('true')", marks=pytest.mark.slow),
+        pytest.param("fork.start()", marks=pytest.mark.slow),
+    ],
+)
+def test_a_limit_of_processes_is_one_line(start):
+    """As after `ulimit -u` in ~/.bashrc, which sbatch passes on."""
+    code = f"""
+import hpctrain, multiprocessing, os, resource, subprocess, threading
+fork = multiprocessing.get_context("fork").Process(target=print)
+hpctrain.main(lambda world: {start})"""
+    user = ["setpriv", "--reuid=2000000003", "--regid=2000000003", "--clear-groups"]
+    command = ["bash", "-c", 'ulimit -u 1; exec "$@"', "bash", sys.executable, "-c", code]
+    done = subprocess.run([*user, *command], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert re.match("hpctrain: error: .* 1: .*ulimit -u", done.stderr), done.stderr
 
 
 def test_an_error_of_usage_is_printed_by_rank_0_alone():

@@ -142,8 +142,9 @@ class Checkpointer:
         self._copied.clear()
         # Not a daemon thread: when an error ends the program, entry.py waits for the checkpoint.
         arguments = (path, self._copy, pairs[of_model:], best)
-        self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
-        self._writer.start()
+        writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        writer.start()  # fails at a limit of threads
+        self._writer = writer
 
     def clear(self, path: Path) -> None:
         """On rank 0, remove a folder at the path of a checkpoint: this run may have files for other ranks."""

@@ -8,8 +8,10 @@ import errno
 import functools
 import io
 import os
+import resource
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from types import TracebackType
@@ -132,10 +134,31 @@ def _explain(error: BaseException) -> HpctrainError | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:
         _discard_output()
         return HpctrainError(f"the output cannot be written ({reason(error)}): free some space there")
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return HpctrainError(_describe_limit("files can be opened", "-n", resource.RLIMIT_NOFILE))
+    if _cannot_start(error):
+        return HpctrainError(
+            _describe_limit("threads or processes can be started", "-u", resource.RLIMIT_NPROC)
+        )
     if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename:
         path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else error.filename
         return HpctrainError(f"{path}: {reason(error)}: name another path, or ask its owner for access")
     return None
+
+
+def _cannot_start(error: BaseException) -> bool:
+    """Whether a thread or a child process could not be started. Other calls raise BlockingIOError, too."""
+    if not isinstance(error, BlockingIOError):
+        return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("subprocess", "multiprocessing")
+
+
+def _describe_limit(what: str, option: str, limit: int) -> str:
+    return (
+        f"no more {what} on {os.uname().nodename}, where your limit is {resource.getrlimit(limit)[0]}: "
+        f"raise it with ulimit {option} where you submit, or use fewer --workers"
+    )
 
 
 def _discard_output() -> None:
