@@ -3,6 +3,7 @@
 # The batch script and the ranks on its node communicate through files in the folder HPCTRAIN_CONTROL:
 #   stop       the script asks the ranks to save a checkpoint and end
 #   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
+#   trains     the ranks have come to the first optimizer step of this attempt
 #   stopped    the ranks end because of stop, with their checkpoint saved and work left
 #   failed     an error of the program ends it, and would come again after a restart
 #   task.*     one for each task on this node whose command runs

@@ -222,7 +222,7 @@ clean_up() {
 on_every_node() {
     local count
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        count=$(nodes_left | wc -l)
+        is_current && count=$(nodes_left | wc -l) && ((count)) || return 1
         timeout "$WITHIN" "${SIDE_STEP[@]}" --nodes="$count" --ntasks="$count" --quiet "$@"
     else
         "$@"

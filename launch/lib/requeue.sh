@@ -29,7 +29,7 @@ open_control() {
     HPCTRAIN_CONTROL=$(mktemp -d "/tmp/hpctrain-control.${JOB//[^0-9]/_}.XXXXXXXX") ||
         die "/tmp of $(hostname) cannot be written: exclude this node"
     export HPCTRAIN_CONTROL
-    trap 'rm -rf "$HPCTRAIN_CONTROL"' EXIT
+    trap clean_up EXIT
     trap request_stop USR1
     if [[ -n ${PBS_JOBID:-} ]]; then
         read_pbs_fields
@@ -219,6 +219,11 @@ print_log() {
 first_failure() {
     [[ -n $LOG_BEGAN && ${LAUNCH[0]:-} == srun ]] || return 0
     print_log | awk '
+        # the list of the watchdog, indented lines, stacks of faulthandler, warnings of torch at its exit
+        BEGIN {
+            follows_reason = "^(slurmstepd-|hpctrain: rank [0-9]+ on |[ \t]|$|(Current t|T)hread 0x" \
+                "|Extension modules: |\\[rank[0-9]+\\]:\\[W)"
+        }
         /^srun: error: [^ ]+: tasks? [0-9,-]+: / {
             how = $0
             sub(/^srun: error: [^ ]+: tasks? [0-9,-]+: /, "", how)
@@ -231,7 +236,7 @@ first_failure() {
         }
         match($0, /^ *[0-9]+: /) {
             text = substr($0, RLENGTH + 1)
-            if (text !~ /^(slurmstepd-|[ \t]*$)/) last[$1 + 0] = text
+            if (text !~ follows_reason) last[$1 + 0] = text
         }
         END {
             if (!ended) exit
@@ -305,24 +310,33 @@ watch_from_other_nodes() {
         done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
 }
 
-# is_current: whether Slurm runs this attempt. If this node was cut off, another may run elsewhere. It
-# counts as the current one if slurmctld does not answer for a minute, for it may only have been restarted.
+# is_current: whether Slurm runs this attempt. If this node was cut off, another may run elsewhere. Where
+# slurmctld does not answer, as while it is restarted, waits for it: Slurm ends this script at the time limit.
 is_current() {
-    local state='' tries
-    for tries in {1..12}; do
-        read -r RESTARTS state < <(job_field RestartCnt:10,State) && break
-        ((tries == 12)) || sleep 5
+    local state='' is_waiting=''
+    until read -r RESTARTS state < <(job_field RestartCnt:10,State); do
+        [[ -n $is_waiting ]] ||
+            say "slurmctld does not answer $(hostname), and this job waits for" \
+                "it${resumable:+. If its time limit comes first, $(how_to_resume "$option")}"
+        is_waiting=1
+        sleep 5
     done
-    [[ -z $state ]] || [[ $state == RUNNING && $RESTARTS == "$ATTEMPT" ]]
+    [[ $state == RUNNING && $RESTARTS == "$ATTEMPT" ]]
 }
 
 # conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status. The
 # functions down to requeue read and set its variables.
 conclude() {
     local status=$1 restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}} option='' stopped='' node=''
+    local resumable='' # not empty: the run has a checkpoint
     trap '' USR1 TERM # a requeue ends this script
     [[ -n ${SLURM_JOB_ID:-} ]] || trap 'STOPPING=TERM' TERM # qdel ends the job that is submitted again, too
-    { read -r option <"$HPCTRAIN_CONTROL/saved"; } 2>/dev/null || true
+    if has_file saved; then
+        resumable=1
+        read -r option <"$HPCTRAIN_CONTROL/saved" || true
+    elif ((restarts)) && option=$(find_earlier_checkpoint); then
+        resumable=1
+    fi
     ! has_waited_in_vain || status=0 # all ranks have ended so
     if has_stopped; then
         stopped=1 status=75 # for Slurm or PBS the job has completed only if it has no work left
@@ -337,7 +351,7 @@ conclude() {
         decide
     elif [[ $RESTARTS != "$ATTEMPT" ]]; then
         say 'Slurm has requeued the job, and it goes on by itself'
-    elif has_file saved; then
+    elif [[ -n $resumable ]]; then
         say "Slurm has ended the job: $(how_to_resume "$option")"
     fi
     return "$status"
@@ -350,13 +364,14 @@ decide() {
         # A job whose attempts save nothing would go on for ever, so HPCTRAIN_REQUEUES limits them.
         why='the ranks have saved a checkpoint and stopped'
     elif would_fail_again; then
-        ! has_file saved ||
+        [[ -z $resumable ]] ||
             say "not requeued, because a restart does not correct this error: $(how_to_resume "$option")"
         return
     elif is_preempted; then
         why='the job is preempted'
     elif ! may_get_further; then
-        say "not requeued: exit status $status before this attempt has saved a checkpoint"
+        say "not requeued: exit status $status before this attempt has saved a" \
+            "checkpoint${resumable:+: $(how_to_resume "$option")}"
         return
     elif [[ -n $STOPPING ]] && has_file saved; then
         why="exit status $status after the request to stop"
@@ -378,11 +393,16 @@ has_stopped() { { has_file stopped && [[ $status == @(0|75) ]]; } || { has_file 
 ended_on_request() { has_file stop && ((status == 75 || status >= 128)); }
 is_over_for_slurm() { [[ -n ${SLURM_JOB_ID:-} ]] && ! is_current; }
 is_preempted() { [[ $(job_field PreemptTime) == @* ]]; }
-would_fail_again() { has_file failed || ((status == 2)); } # an error of usage or data, which has been printed
+has_told() { has_file failed || ((status == 2)); } # an error of usage or data, which has been printed
+would_fail_again() { has_told && ! is_starting_again; }
+# The same command has trained before. So its error is one that passes, whatever it looks like: a slow node, a
+# name or a port that is not there yet, an import or a file of a file system that is mounted late.
+is_starting_again() { [[ -n $resumable ]] && ! has_file saved && ! has_file trains; }
 was_starting() { ! has_file saved && ! has_file stop; }
 was_killed_in_restart() { ((restarts && status >= 128)); } # perhaps by the failure of a node
 may_get_further() {
-    has_file saved || ended_on_request || was_killed_in_restart || ((status == UNREACHED))
+    has_file saved || is_starting_again || ended_on_request || was_killed_in_restart ||
+        ((status == UNREACHED))
 }
 
 describe_fault() {
@@ -404,7 +424,7 @@ find_culprit() {
     elif ((status < 128)); then
         status=$KILLED
     fi
-    would_fail_again || say "task $task on $node failed first: $how${last:+. Its last line: $last}"
+    has_told || say "task $task on $node failed first: $how${last:+. Its last line: $last}"
 }
 
 # longer_wait RESTARTS: print how many seconds the next attempt is to wait: twice those that this one waited
@@ -426,7 +446,8 @@ longer_wait() {
 requeue() {
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         say "$1: requeuing the job$( (($4 == 0)) || echo ", to start in $4 s or later")"
-        scontrol requeue "$(job_id)" || {
+        # slurmctld may have gone away since it was asked
+        scontrol requeue "$(job_id)" || { is_current && scontrol requeue "$(job_id)"; } || {
             say "Slurm does not requeue the job: unless squeue shows that it goes on, $(how_to_resume "$3")"
             return 0
         }
@@ -448,6 +469,27 @@ await_end() {
 # nodes_left: print the nodes of the job, without those that failed and that Slurm has taken from it
 nodes_left() {
     scontrol show hostnames "$(job_field NodeList)" 2>/dev/null
+}
+
+# find_earlier_checkpoint: print the option that resumes the run, if an earlier attempt of this job has saved
+# a checkpoint: in the folder of --resume or --out, or in the default one. Otherwise fails.
+find_earlier_checkpoint() {
+    local word before='' id folder folders=()
+    for word in "${ARGUMENTS[@]}"; do
+        [[ $before != --@(out|resume) ]] || word=$before=$word
+        [[ $word != --@(out|resume)=* ]] || folders+=("${word#*=}")
+        before=$word
+    done
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then id=$(job_id); else id=${PBS_JOBID:-}; fi
+    for folder in "${folders[@]}" runs/*/"$id" runs/*-"$id"; do
+        if ls -d -- "$folder"/checkpoints/epoch-* >/dev/null 2>&1; then
+            printf -- '--resume %q\n' "$folder"
+        elif ! ls -d -- "$folder"/checkpoint-* >/dev/null 2>&1; then # of the Trainer of transformers
+            continue
+        fi
+        return 0
+    done
+    return 1
 }
 
 # words_to_resume OPTION: print the launch script and its arguments, and OPTION, which continues the run

@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hpctrain.checkpoints.saver import Decisions
-from hpctrain.distributed.control import report_saved, report_stopped, stop_requested
+from hpctrain.distributed.control import report_saved, report_stopped, report_training, stop_requested
 from hpctrain.distributed.entry import print_errors_in_one_line
 from hpctrain.distributed.rendezvous import all_or_none, broadcast
 from hpctrain.distributed.world import detect
@@ -177,6 +177,7 @@ class RunFolder(TrainerCallback):
 
         A resume from a checkpoint of that step would leave out its evaluation, and on_epoch_end().
         """
+        report_training()
         if self._decisions.is_due():
             self._decide()
         if state.epoch % 1:

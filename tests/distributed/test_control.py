@@ -15,8 +15,10 @@ def test_a_rank_reports_to_the_folder_of_its_job(tmp_path, monkeypatch):
     control.report_saved(None)
     control.report_stopped()
     control.report_failed()
+    control.report_training.cache_clear()
+    control.report_training()
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
-        ("saved", "stopped", "failed"), ""
+        ("saved", "stopped", "failed", "trains"), ""
     )
     (tmp_path / "stop").touch()
     assert control.stop_requested()

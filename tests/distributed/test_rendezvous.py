@@ -61,6 +61,30 @@ main.main()
     return done
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_job_that_starts_again_waits_for_a_name(monkeypatch, restart):
+    """A name service that was away for a moment ended the job for good."""
+    answers = [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), []]
+
+    def resolve(*_):
+        if isinstance(answer := answers.pop(0), OSError):
+            raise answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    for name, value in {
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "7",
+        "SLURM_RESTART_COUNT": str(+restart),
+    }.items():
+        monkeypatch.setenv(name, value)
+    if restart:
+        assert rendezvous.main_address() == ("n1", 7)
+    else:
+        with pytest.raises(HpctrainError, match=r"MASTER_ADDR is n1 .*Temporary failure"):
+            rendezvous.main_address()
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs_at_the_start_is_named_once():
     """Rank 2 sleeps.

@@ -24,8 +24,9 @@ is_current() {
     [[ $HOW != @(replaced|ended) ]]
 }
 job_field() { [[ $HOW != preempted || $1 != PreemptTime ]] || echo @1795176000; }
+find_earlier_checkpoint() { [[ -n $EARLIER ]]; }
 first_failure() { [[ -z $FIRST ]] || printf 'n2 3 %s\\n\\n' "$FIRST"; }
-while IFS=/ read -r folder status STOPPING HPCTRAIN_RESTARTS HPCTRAIN_REQUEUES HOW FIRST; do
+while IFS=/ read -r folder status STOPPING HPCTRAIN_RESTARTS HPCTRAIN_REQUEUES EARLIER HOW FIRST; do
     HPCTRAIN_CONTROL=$1/$folder ATTEMPT=$HPCTRAIN_RESTARTS LAUNCHED=$SECONDS
     [[ $HOW != pbs ]] && SLURM_JOB_ID=7 || unset SLURM_JOB_ID
     if said=$(conclude "$status"); then status=0; else status=$?; fi
@@ -33,15 +34,16 @@ while IFS=/ read -r folder status STOPPING HPCTRAIN_RESTARTS HPCTRAIN_REQUEUES H
 done
 """
 
-CONTROL = ("stop", "saved", "stopped", "failed")
+CONTROL = ("stop", "saved", "stopped", "failed", "trains")
 TASKS = ((), ("task.1",), ("lonely",), ("lonely", "failed.1"))
 FACTS = list(
     itertools.product(
-        [set(files) for count in range(5) for files in itertools.combinations(CONTROL, count)],
+        [set(files) for count in range(6) for files in itertools.combinations(CONTROL, count)],
         TASKS,
         (0, 1, 2, 75, 137, 233),
         ("", "USR1"),
-        ((0, 10), (1, 10), (1, 1)),  # restarts, HPCTRAIN_REQUEUES
+        # restarts, HPCTRAIN_REQUEUES, whether an earlier attempt has saved a checkpoint
+        ((0, 10, ""), (1, 10, ""), (1, 1, ""), (1, 10, "x"), (1, 1, "x")),
         ("running", "preempted", "replaced", "ended", "pbs"),
         ("", "Exited with exit code 3", "Killed"),
     )
@@ -51,6 +53,8 @@ FACTS = list(
 def expected(files, tasks, status, stopping, restarts, how, first):
     """The exit status, and words that the log ends with, if any. docs/guides/results.md has the rows."""
     saved, limit = "saved" in files, restarts[1]
+    resumable = saved or restarts[2]
+    again = resumable and not files & {"saved", "trains"}
     if tasks == ("lonely",):
         status = 0
     stopped = ("stopped" in files and status in (0, 75)) or ("stop" in files and status == 75)
@@ -62,7 +66,7 @@ def expected(files, tasks, status, stopping, restarts, how, first):
     if how == "replaced":
         return status, "goes on by itself"
     if how == "ended":
-        return status, "Slurm has ended the job" if saved else ""
+        return status, "Slurm has ended the job" if resumable else ""
 
     failed_first = first and not stopping
     if failed_first:
@@ -70,10 +74,13 @@ def expected(files, tasks, status, stopping, restarts, how, first):
     later = 30 if not files & {"saved", "stop"} else 0
     killed = status >= 128
     asked = "stop" in files and (killed or status == 75)
-    further = saved or asked or status == 233 or (killed and restarts[0])
+    further = saved or again or asked or status == 233 or (killed and restarts[0])
     rows = [
         (stopped and saved, "because the ranks have saved a checkpoint and stopped, after 0 s"),
-        ("failed" in files or status == 2, "a restart does not correct" if saved else ""),
+        (
+            ("failed" in files or status == 2) and not again,
+            "a restart does not correct" if resumable else "",
+        ),
         (how == "preempted", "because the job is preempted, after 0 s"),
         (not further, "before this attempt has saved"),
         (stopping and saved, "after the request to stop, after 0 s"),

@@ -15,6 +15,11 @@ NAMES = [
     "job suspended for 10 s",
     "/tmp of a node full when the job starts again",
     "half an image when the job starts again",
+    "slurmctld away for 4 min while a rank dies",
+    "a rank 75 s late when the job starts again",
+    "the name of a node unknown for 45 s when the job starts again",
+    "the port of the rendezvous taken when the job starts again",
+    "a package missing on a node when the job starts again",
 ]
 ON = ["--nodelist=n1,n2"]
 
@@ -31,7 +36,7 @@ def whole(cluster):
 def test_a_job_survives(cluster, whole, name):
     fault = FAULTS[name]
     run = Experiment(cluster, f"fault-{NAMES.index(name)}", fault.way, fault.options, fault.env)
-    job = run.run(fault.act, timeout=300)
+    job = run.run(fault.act, timeout=480)
     log = "\n".join(line for _, line in run.lines)
     assert not run.problem and run.happened and job.state == "COMPLETED", (run.problem, log)
     assert run.compare(whole) == "equal", log

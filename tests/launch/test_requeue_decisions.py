@@ -3,6 +3,7 @@
 tests/launch/test_requeue.py has real jobs.
 """
 
+import re
 import shlex
 import subprocess
 import time
@@ -84,14 +85,66 @@ def test_whether_a_job_is_requeued(conclude, status, files, requeues, fields, en
     assert names in done.stdout, done
 
 
-@pytest.mark.parametrize("silent", [2, 99])
-def test_a_slurmctld_that_does_not_answer_has_not_requeued_the_job(conclude, tmp_path, silent):
-    """The job was FAILED, and its log said that Slurm had requeued it."""
+CHECKPOINT = "checkpoints/epoch-0001.pt"
+
+
+@pytest.mark.parametrize(
+    ("words", "checkpoint", "files", "option"),
+    [
+        # An error of a rank that comes too late, of an import, ... ended the job, without a word.
+        ("train_ddp", f"runs/train_ddp/7/{CHECKPOINT}", "", "--resume runs/train_ddp/7"),
+        ("train_ddp", f"runs/train_ddp/7/{CHECKPOINT}", "failed", "--resume runs/train_ddp/7"),
+        ("nlp.qa --out x", "x/checkpoints/epoch-0001-step-000003", "failed", "--resume x"),
+        ("mine.py --resume=x", f"x/{CHECKPOINT}", "failed", ""),
+        ("mine.py", "runs/mine-7/checkpoint-12", "failed", ""),
+        # one that training itself has met
+        ("train_ddp", f"runs/train_ddp/7/{CHECKPOINT}", "failed trains", "--resume runs/train_ddp/7"),
+        ("train_ddp", f"runs/train_ddp/7/{CHECKPOINT}", "trains", "--resume runs/train_ddp/7"),
+        # no checkpoint of this job
+        ("train_ddp", f"runs/train_ddp/6/{CHECKPOINT}", "failed", None),
+        ("train_ddp --out x", "x/checkpoints/.epoch-0001.pt.tmp", "", None),
+    ],
+)
+def test_a_job_that_has_a_checkpoint_starts_again_or_says_how(
+    conclude, tmp_path, monkeypatch, words, checkpoint, files, option
+):
+    path = tmp_path / "folder" / checkpoint
+    path.parent.mkdir(parents=True)
+    path.touch()
+    monkeypatch.chdir(tmp_path / "folder")
+    done = conclude(1, files, 9, f"SCRIPT=x ARGUMENTS=({words})", RestartCnt=1)
+    starts_again = option is not None and "trains" not in files
+    assert done.returncode == 1 and ("requeue 7\n" in done.stdout) == starts_again, done
+    says_how = f"continue with sbatch .* {words} {option}".rstrip()
+    assert bool(re.search(says_how, done.stdout)) == (option is not None and "trains" in files), done
+
+
+@pytest.mark.parametrize("checkpoint", ["7", "6"])
+def test_a_launch_script_that_cannot_start_again_yet(slurm, tmp_path, monkeypatch, checkpoint):
+    """As where the folder of the image is mounted late: the job was FAILED before its ranks started."""
+    (tmp_path / f"runs/train_ddp/{checkpoint}/{CHECKPOINT}").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    put_squeue(tmp_path, RestartCnt=1)
+    facts = "NODES=2 TASKS=4 THREADS=8 GPUS=4 SCRIPT=x JOB=7 ATTEMPT=1 ARGUMENTS=(train_ddp)"
+    env = slurm | {"ENVIRONMENT": "BATCH", "SLURM_RESTART_COUNT": "1"}
+    done = library(f"{facts}; open_control; die 'no image'", **env)
+    assert done.returncode == 2 and ("requeue 7\n" in done.stdout) == (checkpoint == "7"), done
+
+
+@pytest.mark.parametrize(("silent", "failures"), [(2, 0), (99, 0), (2, 1), (99, 1)])
+def test_a_slurmctld_that_does_not_answer_is_waited_for(conclude, tmp_path, silent, failures):
+    """The job was FAILED, and its log said that Slurm had requeued it, or its only try to requeue it came too
+    early.
+    """
     (tmp_path / "squeue").rename(tmp_path / "answer")
     asked = f'cd {tmp_path}; echo >>asked; [ $(wc -l <asked) -gt {silent} ] && exec ./answer "$@"'
-    put(tmp_path, squeue=asked, sleep="")
-    done = conclude(75, "saved stopped")
+    refuse = f"[ $1 != requeue ] || [ $(echo >>{tmp_path}/tries; wc -l <{tmp_path}/tries) -gt {failures} ]"
+    put(tmp_path, squeue=asked, sleep="", scontrol=f'{refuse} && echo "$@"')
+    done = conclude(75, "saved stopped", assignments="SCRIPT=x ARGUMENTS=(train_ddp)")
     assert done.returncode == 75 and "requeuing the job\nrequeue 7\n" in done.stdout, done
+    # Slurm may end the script while it waits.
+    said = f"does not answer .* sbatch .*{QUOTED}/x train_ddp --resume runs/x"
+    assert len(re.findall(said, done.stdout)) == 1, done
 
 
 def test_the_attempt_is_not_that_of_the_job_in_which_it_was_submitted(tmp_path):
@@ -231,7 +284,7 @@ def test_the_time_until_the_ranks_are_to_save(slurm, tmp_path, end, seconds):
 
 LOST = "hpctrain: error: rank-0000 on n1 lost the connection to another rank, which has probably died: look"
 EXITED = "Exited with exit code 1"
-N1_EXITED = f"srun: error: n1: task 0: {EXITED}"
+N1_EXITED, N2_EXITED = (f"srun: error: {task}: {EXITED}" for task in ("n1: task 0", "n2: task 3"))
 SHUT_DOWN = "0: horovod.common.exceptions.HorovodInternalError: Horovod has been shut down. This"
 
 
@@ -239,6 +292,21 @@ SHUT_DOWN = "0: horovod.common.exceptions.HorovodInternalError: Horovod has been
     ("lines", "first", "last"),
     [
         (["3: step", "", f"srun: error: n2: task 3: {EXITED}"], f"n2 3 {EXITED}", "step"),
+        # the list of the watchdog, and what Python and torch print after a reason
+        (
+            ["3: hpctrain: error: no rank", "3: hpctrain: rank 0 on n1 had finished 4 steps", N2_EXITED],
+            f"n2 3 {EXITED}",
+            "hpctrain: error: no rank",
+        ),
+        (
+            [
+                *("3: Fatal Python error: Aborted", "3: Current thread 0x7f (most recent call first):"),
+                *('3:   File "a.py", line 3', "3: Extension modules: numpy", "3: [rank3]:[W1128] Warning"),
+                "srun: error: n2: task 3: Aborted",
+            ],
+            "n2 3 Aborted",
+            "Fatal Python error: Aborted",
+        ),
         (["srun: error: n2: tasks 5-9,3: Killed"], "n2 5 Killed", ""),
         (["3: srun: error: n2: task 3: Killed"], "n1 1 Terminated", ""),  # printed by the program
         (["srun: error: Node failure on n2"], "n1 1 Terminated", ""),

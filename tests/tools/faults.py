@@ -331,6 +331,60 @@ def restart_slurmctld(run: Experiment) -> None:
     run.root("login", "kill $(pidof slurmctld); sleep 3; slurmctld")
 
 
+def lose_slurmctld(run: Experiment) -> None:
+    """While a rank dies."""
+    run.root("login", "kill $(pidof slurmctld)")
+    kill_a_rank(run)
+    time.sleep(240)
+    run.root("login", "slurmctld")
+
+
+def start_late(run: Experiment) -> None:
+    """A rank, when the job starts again."""
+    usr1(run)
+    run.wait_for(r"\(restart", run.happened)
+    process = ""
+    while not process:
+        try:
+            node, process = run.pid(3)
+        except RuntimeError:
+            time.sleep(0.1)
+    run.root(node, f"kill -STOP {process}; sleep 75; kill -CONT {process}")
+
+
+def forget_a_name(run: Experiment) -> None:
+    """That of rank 0's node, on the other one, when the job starts again."""
+    usr1(run)
+    run.wait_for("requeuing the job", run.happened)
+    run.root("n2", "sed 's/.*n1$//' /etc/hosts >/tmp/hosts; mount --bind /tmp/hosts /etc/hosts")
+    run.wait_for(r"\(restart", run.happened)
+    time.sleep(45)
+    run.root("n2", "umount -l /etc/hosts; cat /etc/hosts >/tmp/hosts")  # the container has that file, too
+
+
+def take_the_port(run: Experiment) -> None:
+    """That of the rendezvous, after the launch script has found it free, when the job starts again."""
+    usr1(run)
+    run.wait_for("requeuing the job", run.happened)
+    again = r"launcher .*, rendezvous n1:(\d+)"
+    run.wait_for(again, time.monotonic())
+    port = [match[1] for _, line in run.lines if (match := re.search(again, line))][-1]
+    listen = f"import socket, time; own = socket.create_server((str(), {port})); time.sleep(60)"
+    run.root("n1", f"timeout 60 /opt/hpctrain/bin/python -c '{listen}'")
+
+
+def hide_a_package(run: Experiment) -> None:
+    """On one node, as where its file system is not there yet, when the job starts again."""
+    usr1(run)
+    run.wait_for("requeuing the job", run.happened)
+    package = run.root("n2", "ls -d /opt/hpctrain/lib/python3*/site-packages/torch").strip()
+    run.root("n2", f"mount -t tmpfs tmpfs {package}")
+    try:
+        run.wait_for("to start in", run.happened)
+    finally:
+        run.root("n2", f"umount -l {package}")
+
+
 # The image has no mount.
 MOUNT_FOR_A_MINUTE = """
 import ctypes, os, sys, time
@@ -557,6 +611,14 @@ FAULTS = FOR_ALL | {
     SPARE_IN_JOB: Fault(crash, ["--no-kill", "--nodes=3"], way=WITH_SPARE),
     "node crashed, no spare; booted after 30 s": Fault(crash_and_boot),
     "slurmctld restarted": Fault(restart_slurmctld),
+    "slurmctld away for 4 min while a rank dies": Fault(lose_slurmctld),
+    "a rank 75 s late when the job starts again": Fault(start_late),
+    "the name of a node unknown for 45 s when the job starts again": Fault(forget_a_name),
+    "the port of the rendezvous taken when the job starts again": Fault(take_the_port),
+    "a package missing on a node when the job starts again": Fault(
+        hide_a_package,
+        way=replace(DDP, runtime="none", command="launch/modules_ddp.sh train_ddp --epochs=8", env=BARE),
+    ),
     "disk full for 20 s": Fault(fill, parent=SMALL),
     "no inode left for 20 s": Fault(fill_inodes, parent=SMALL),
     "/dev/shm of a node full, with workers of a loader": Fault(fill_shared_memory, way=OWN),

@@ -4,14 +4,15 @@ The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own nod
 the files there. The option in `saved` is empty if the same command resumes the run.
 
 The launch script requeues the job after `stopped`. It also does after a failure without `failed`, if there is
-a checkpoint of this start. Every rank calls these functions, because rank 0
-may be on another node: torchrun numbers the nodes by their names. On other nodes, and without a launch
-script, they do nothing.
+a checkpoint of this start, and after any failure without `trains`, if there is one of an earlier start. Every
+rank calls these functions, because rank 0 may be on another node: torchrun numbers the nodes by their names.
+On other nodes, and without a launch script, they do nothing.
 """
 
 import os
 import shlex
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from hpctrain.files import atomic
@@ -28,6 +29,12 @@ def stop_requested() -> bool:
 def report_saved(resume_with: Path | None) -> None:
     """Tell the launch script that a checkpoint is complete. `resume_with`: folder for --resume, if needed."""
     _write("saved", f"--resume {shlex.quote(as_given(str(resume_with)))}\n" if resume_with else "")
+
+
+@cache
+def report_training() -> None:
+    """Tell the launch script that this start has come to its first optimizer step."""
+    _write("trains", "")
 
 
 def report_stopped() -> None:

@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # documented names
 
-from hpctrain.distributed.world import World
+from hpctrain.distributed.world import World, restart_count
 from hpctrain.errors import HpctrainError, print_error
 from hpctrain.text import first_line, reason
 
-# Every rank of a job has to join within this time.
-JOIN_TIMEOUT = timedelta(seconds=60)
+# Every rank of a job has to join within this time. A job that Slurm starts again has started before, so a
+# node or a name service that is slow now is waited for.
+JOIN_TIMEOUT = timedelta(seconds=300 if restart_count() else 60)
 # How long ranks wait in a collective: rank 0 may write a checkpoint or compute scores before it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -113,15 +114,19 @@ def main_address() -> tuple[str, int]:
             "MASTER_PORT=29500; "
             "on one machine, MASTER_ADDR=localhost"
         )
-    try:
-        socket.getaddrinfo(address, int(port))
-    except (OSError, OverflowError) as error:
-        raise HpctrainError(
-            f"MASTER_ADDR is {address} and MASTER_PORT {port}, "
-            f"which {os.uname().nodename} cannot resolve ({reason(error)}): "
-            "set MASTER_ADDR to a name or address of rank 0's node that every node can resolve"
-        ) from error
-    return address, int(port)
+    deadline = time.monotonic() + (JOIN_TIMEOUT.total_seconds() if restart_count() else 0)
+    while True:
+        try:
+            socket.getaddrinfo(address, int(port))
+            return address, int(port)
+        except (OSError, OverflowError) as error:
+            if time.monotonic() >= deadline:
+                raise HpctrainError(
+                    f"MASTER_ADDR is {address} and MASTER_PORT {port}, "
+                    f"which {os.uname().nodename} cannot resolve ({reason(error)}): "
+                    "set MASTER_ADDR to a name or address of rank 0's node that every node can resolve"
+                ) from error
+        time.sleep(1)
 
 
 def _connect_store(world: World) -> Store:

@@ -23,7 +23,7 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.checkpoints.interval import Interval
 from hpctrain.checkpoints.position import Position
 from hpctrain.checkpoints.saver import Checkpointer
-from hpctrain.distributed.control import report_saved, report_stopped
+from hpctrain.distributed.control import report_saved, report_stopped, report_training
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, gather
 from hpctrain.distributed.watchdog import Watchdog
 from hpctrain.distributed.world import World, restart_count
@@ -308,6 +308,7 @@ class Record:
         after scaler.update(). Steps that the scaler skips while the loss is finite are no matter of --on-nan:
         metrics and result.json have their number.
         """
+        report_training()
         if not self._nonfinite.check_gradients(scaler, loss):
             self.print(
                 f"step {self.global_step + 1} is skipped: its gradients are not finite "
