@@ -367,6 +367,9 @@ def test_a_real_model_in_a_process_of_its_own(tmp_path):
         path = Path(re.search(r"8888:(\S+)", server.stdout.readline())[1])
         token = (tmp_path / "runs/serve/18/token").read_text().strip()
         assert listening_ports(server.pid) == [] and path.stat().st_mode & 0o777 == 0o600
-        assert [ask_socket(path, "/", Cookie=f"token={given}")[0] for given in ("wrong", token)] == [403, 200]
+        assert [ask_socket(path, "/", Authorization=f"Bearer {given}")[0] for given in ("wrong", token)] == [
+            403,
+            200,
+        ]
         server.send_signal(signal.SIGTERM)
     assert server.returncode == 0 and not path.parent.exists()

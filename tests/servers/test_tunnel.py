@@ -10,19 +10,32 @@ from hpctrain.servers import tunnel
 
 
 def test_the_token():
-    assert tunnel.cookie_for("/?token=abc", "abc") == "token=abc; HttpOnly; SameSite=Strict; Path=/"
+    own = tunnel.cookie_for("/?token=abc", "abc").split("; ")
+    assert own[1:] == ["HttpOnly", "SameSite=Strict", "Path=/"]
     assert [
         tunnel.cookie_for(target, "abc") for target in ("/", "/?token=ab", "/?token=", "/token=abc", "//[")
     ] == [""] * 5
-    assert tunnel.has_token("Bearer abc", "", "abc") and tunnel.has_token("", "other=1; token=abc", "abc")
+    assert tunnel.has_token("Bearer abc", "", "abc") and tunnel.has_token("", f"other=1; {own[0]}", "abc")
     for authorization, cookie in (
         ("", ""),
-        ("Bearer ab", "token=abc"),
+        ("Bearer ab", own[0]),
+        ("", "token=abc"),
+        ("", own[0].replace("=", "=0")),
         ("", "token=\udcff"),
         ("", "\x01;=;"),
         ("é", ""),
     ):
         assert not tunnel.has_token(authorization, cookie, "abc")
+
+
+def test_the_cookie_of_a_server_is_its_own_and_not_its_token():
+    """Browsers send it to every port of the host: a neighbor's server read the token, and two servers of a
+    user logged each other out.
+    """
+    cookies = [tunnel.cookie_for(f"/?token={token}", token).split(";")[0] for token in ("abc", "def")]
+    assert "abc" not in cookies[0] and len({cookie.split("=")[0] for cookie in cookies}) == 2
+    assert [tunnel.has_token("", "; ".join(cookies), token) for token in ("abc", "def")] == [True, True]
+    assert not tunnel.has_token(f"Bearer {cookies[0].split('=')[1]}", "", "abc")
 
 
 def test_the_lines_of_the_log():

@@ -6,6 +6,7 @@ machine can reach, so each server has a new token, too. The token is in a file t
 everybody on the node can read command lines, and perhaps the log.
 """
 
+import hashlib
 import hmac
 import os
 import secrets
@@ -134,15 +135,26 @@ def how_to_connect(
 def cookie_for(target: str, token: str) -> str:
     """The cookie for a request whose address has ?token= and the token; "" for others."""
     given = parse_qs(target.partition("?")[2]).get("token", [""])[0]
-    return f"token={token}; HttpOnly; SameSite=Strict; Path=/" if _is_equal(given, token) else ""
+    return f"{'='.join(_cookie(token))}; HttpOnly; SameSite=Strict; Path=/" if _is_equal(given, token) else ""
 
 
 def has_token(authorization: str, cookie: str, token: str) -> bool:
     """Whether a request has the token, in its header Authorization or in its cookie."""
-    given = authorization.removeprefix("Bearer ")
+    if authorization:
+        return _is_equal(authorization.removeprefix("Bearer "), token)
+    name, value = _cookie(token)
     with suppress(Exception):  # somebody may send a malformed cookie
-        given = given or SimpleCookie(cookie)["token"].value
-    return _is_equal(given, token)
+        return _is_equal(SimpleCookie(cookie)[name].value, value)
+    return False
+
+
+def _cookie(token: str) -> tuple[str, str]:
+    """The name and the value of a server's cookie. A browser sends it to all ports of the host.
+
+    So servers have different names, and another user's server there learns no token.
+    """
+    digest = hashlib.sha256(f"cookie {token}".encode()).hexdigest()
+    return f"hpctrain-{digest[:16]}", digest[16:]
 
 
 def _is_equal(given: str, token: str) -> bool:
