@@ -1,6 +1,6 @@
 # May this path be used, and whose is it? Others can make files, folders and links in /tmp, in /dev/shm and in
 # shared folders. Everything in launch/ asks here, except site.sh, which runs in the user's shell. Sourced by
-# launch/lib/main.sh and task.sh.
+# launch/lib/main.sh, task.sh and launch/modulefiles/install.sh.
 #
 # Each launch script has to ask first whose its functions are, because it runs them. Slurm and PBS run a copy
 # of the script, so that it looks in three places. HPCTRAIN_ROOT is the user's word. Functions beside the
@@ -30,6 +30,11 @@ only_writable_by() {
     local found
     found=$(stat -c %A:%u "$2" 2>/dev/null) &&
         [[ -r $2 && $found == "$1"????-??-?:* && " ${*:3} " == *" ${found##*:} "* ]]
+}
+
+# is_open_to_all FOLDER: whether everybody can rename what is in it: without the sticky bit of /tmp
+is_open_to_all() {
+    [[ $(stat -Lc %A "$1") == *w[x-] ]]
 }
 
 # make_own FOLDER: create it for this user alone, unless it is there. Fails if it belongs to somebody else, or

@@ -11,6 +11,9 @@
 set -euo pipefail
 source_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
+# shellcheck source=launch/lib/trust.sh
+source "$source_folder/launch/lib/trust.sh"
+
 die() {
     echo "${0##*/}: ${*//[[:cntrl:]]/?}" >&2
     exit 1
@@ -59,12 +62,19 @@ esac
 prefix=$1 sif=${2:-}
 version=$(sed -nE 's/^version = "(.*)"$/\1/p' "$source_folder/pyproject.toml")
 root=$prefix/hpctrain/$version
+unwritable="PREFIX=$prefix cannot be written: give a folder of your own, or run as a user who may write there"
 umask 022 # all users read what is made here
-new=$(
-    exec 2>/dev/null # our own line says it
-    mkdir -p "$prefix"/{,modulefiles/}hpctrain && mktemp -d "$prefix/hpctrain/.new.XXXXXX"
-) ||
-    die "PREFIX=$prefix cannot be written: give a folder of your own, or run as a user who may write there"
+mkdir -p "$prefix"/{,modulefiles/}hpctrain 2>/dev/null || die "$unwritable"
+# Whoever can change what is here has scripts that run as each user of the module.
+for folder in "$prefix"{,/modulefiles}; do
+    ! is_open_to_all "$folder" ||
+        die "$folder: everybody can exchange what is in it: chmod o-w $folder, or give another PREFIX"
+done
+for folder in "$prefix"/{,modulefiles/}hpctrain "$root"; do
+    [[ ! -e $folder && ! -L $folder ]] || only_writable_by d "$folder" "$UID" 0 ||
+        die "$folder: another user made it, or can change it: remove it, or give another PREFIX"
+done
+new=$(mktemp -d "$prefix/hpctrain/.new.XXXXXX" 2>/dev/null) || die "$unwritable"
 trap 'rm -rf "$new"' EXIT
 [[ -n $sif ]] || exit 0
 chmod 755 "$new"

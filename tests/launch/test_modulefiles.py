@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from slurm_cluster import REPOSITORY, Cluster
 
-from tests.launch.helpers import assert_ended, put, start, wait
+from tests.launch.helpers import BY_ROOT, assert_ended, put, start, wait
 
 INSTALL = REPOSITORY / "launch/modulefiles/install.sh"
 VERSION = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.M)[1]
@@ -53,6 +53,31 @@ def assert_is_for_all(prefix):
     """Everybody may read it, and nobody else write."""
     for path in [prefix, *prefix.rglob("*")]:
         assert path.is_symlink() or path.stat().st_mode & 0o066 == 0o044, path
+
+
+@BY_ROOT
+@pytest.mark.parametrize(
+    "name", ["hpctrain", "modulefiles/hpctrain", f"hpctrain/{VERSION}", "link", "modulefiles", ""]
+)
+def test_nothing_is_installed_where_another_user_can_change_it(tmp_path, theirs, name):
+    """Their launch script ran as every user of the module, and so would what they exchange later."""
+    prefix = tmp_path / "opt"
+    (made := prefix / ("hpctrain" if name == "link" else name)).mkdir(parents=True)
+    if name == "link":
+        made.rmdir()
+        made.symlink_to(tmp_path)
+    elif "hpctrain" in name:
+        theirs(made)
+    else:
+        made.chmod(0o777)
+    (sif := tmp_path / "hpctrain-cpu.sif").write_text("the image")
+    for words in ([prefix, sif], [prefix]):  # make asks before it builds the image
+        done = subprocess.run([INSTALL, *words], capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith(f"install.sh: {made}: "), done
+        assert done.stderr.count("\n") == 1 and not list(prefix.rglob("launch")), done
+    if not name:
+        made.chmod(0o1777)
+        assert install(prefix, sif).returncode == 0
 
 
 def test_nothing_is_installed_that_a_user_has_in_the_clone(tmp_path):
