@@ -13,8 +13,8 @@ owner_of() {
     stat -c %u "$1"
 }
 
-# belongs_to_user PATH: whether the file or folder does, or the link: one of somebody else may lead to a folder
-# of the user in which others can write
+# belongs_to_user PATH: whether the file or folder does, or the link: one of somebody else may lead to a
+# folder of the user in which others can write
 belongs_to_user() {
     [[ $(owner_of "$1" 2>/dev/null) == "$UID" ]]
 }

@@ -71,7 +71,7 @@ for folder in "$prefix"{,/modulefiles}; do
         die "$folder: everybody can exchange what is in it: chmod o-w $folder, or give another PREFIX"
 done
 for folder in "$prefix"/{,modulefiles/}hpctrain "$root"; do
-    [[ ! -e $folder && ! -L $folder ]] || only_writable_by d "$folder" "$UID" 0 ||
+    [[ ! -e $folder ]] || only_writable_by d "$folder" "$UID" 0 ||
         die "$folder: another user made it, or can change it: remove it, or give another PREFIX"
 done
 new=$(mktemp -d "$prefix/hpctrain/.new.XXXXXX" 2>/dev/null) || die "$unwritable"
