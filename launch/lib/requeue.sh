@@ -474,17 +474,22 @@ nodes_left() {
 # find_earlier_checkpoint: print the option that resumes the run, if an earlier attempt of this job has saved
 # a checkpoint: in the folder of --resume or --out, or in the default one. Otherwise fails.
 find_earlier_checkpoint() {
-    local word before='' id folder folders=()
+    local word before='' id trial folder folders=()
     for word in "${ARGUMENTS[@]}"; do
         [[ $before != --@(out|resume) ]] || word=$before=$word
         [[ $word != --@(out|resume)=* ]] || folders+=("${word#*=}")
         before=$word
+        word=${word##*/}
+        [[ $word != *.yaml ]] || folders+=("runs/${word%.yaml}") # of a sweep
     done
+    printf -v trial 'trial-%03d' "$((10#${SLURM_ARRAY_TASK_ID:-0}))"
     if [[ -n ${SLURM_JOB_ID:-} ]]; then id=$(job_id); else id=${PBS_JOBID:-}; fi
     for folder in "${folders[@]}" runs/*/"$id" runs/*-"$id"; do
         if ls -d -- "$folder"/checkpoints/epoch-* >/dev/null 2>&1; then
             printf -- '--resume %q\n' "$folder"
-        elif ! ls -d -- "$folder"/checkpoint-* >/dev/null 2>&1; then # of the Trainer of transformers
+        # Trials, and the Trainer of transformers, which resume without an option
+        elif ! ls -d -- "$folder/$trial"/checkpoints/epoch-* >/dev/null 2>&1 &&
+            ! ls -d -- "$folder"/checkpoint-* >/dev/null 2>&1; then
             continue
         fi
         return 0

@@ -97,6 +97,7 @@ CHECKPOINT = "checkpoints/epoch-0001.pt"
         ("nlp.qa --out x", "x/checkpoints/epoch-0001-step-000003", "failed", "--resume x"),
         ("mine.py --resume=x", f"x/{CHECKPOINT}", "failed", ""),
         ("mine.py", "runs/mine-7/checkpoint-12", "failed", ""),
+        ("sweep a/s.yaml", f"runs/s/trial-000/{CHECKPOINT}", "failed", ""),
         # one that training itself has met
         ("train_ddp", f"runs/train_ddp/7/{CHECKPOINT}", "failed trains", "--resume runs/train_ddp/7"),
         ("train_ddp", f"runs/train_ddp/7/{CHECKPOINT}", "trains", "--resume runs/train_ddp/7"),
