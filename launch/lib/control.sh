@@ -5,6 +5,7 @@
 #   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
 #   trains     the ranks have come to the first optimizer step of this attempt
 #   stopped    the ranks end because of stop, with their checkpoint saved and work left
+#   polled     a rank looks for stop, so that it needs no signal
 #   failed     an error of the program ends it, and would come again after a restart
 #   task.*     one for each task on this node whose command runs
 #   ended.*    one for each task on this node whose command has ended with exit status 0
@@ -37,6 +38,44 @@ end_task() {
     local how=ended
     (($1 == 0)) || how=failed
     mv "$HPCTRAIN_CONTROL/task.$$" "$HPCTRAIN_CONTROL/$how.$$" 2>/dev/null || true
+}
+
+# has_signal KIND SIGNAL PROCESS: whether this signal is in the process's masks of these kinds, such as Cgt
+# for those that it catches (proc_pid_status(5))
+has_signal() {
+    local number=$2 key mask found=0
+    [[ $2 == [0-9]* ]] || number=$(kill -l "$2" 2>/dev/null) || return 1
+    while read -r key mask; do
+        # shellcheck disable=SC2053 # a pattern
+        [[ $key != Sig$1: ]] || found=$((found | 16#$mask))
+    done 2>/dev/null <"/proc/$3/status"
+    ((found >> (number - 1) & 1))
+}
+
+# parent_of PROCESS: set REPLY to the process that started it
+parent_of() {
+    local key value
+    while read -r key value; do [[ $key != PPid: ]] || REPLY=$value; done <"/proc/$1/status"
+}
+
+# signal_ranks RANKS: send SIGUSR1 to those ranks of this node that have a handler for it, or else SIGTERM to
+# those that have one for that: not to apptainer around a rank, nor to the workers of a DataLoader below it.
+# RANKS is a regular expression.
+signal_ranks() {
+    local process parent name ranks=' '
+    while read -r process; do
+        process=${process%/environ}
+        [[ $(readlink "$process/exe") != */python* ]] || ranks+="${process#/proc/} "
+    done < <(grep -slzx "RANK=$1" /proc/[0-9]*/environ | xargs -r grep -slzx "HPCTRAIN_JOB=$HPCTRAIN_JOB")
+    for process in $ranks; do
+        parent=$process
+        while parent_of "$parent" 2>/dev/null && parent=$REPLY && ((parent > 1)); do
+            [[ $ranks != *" $parent "* ]] || continue 2
+        done
+        for name in USR1 TERM; do
+            ! has_signal Cgt "$name" "$process" || { kill -"$name" "$process" && break; }
+        done
+    done
 }
 
 # is_alive PID: not even a zombie, whose parent may be waiting for this process to close its output

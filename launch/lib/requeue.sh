@@ -51,24 +51,14 @@ read_own_script() {
         sed -n 's/^#SBATCH\( .*\)\? --signal[= ]*\([^ ]*\).*/\2/p' | tail -n 1)}
     [[ $signal =~ ^(([RB]+):)?([A-Za-z0-9]+)(@(0|[1-9][0-9]{0,8}))?$ ]] || return 0
     NOTICE=${BASH_REMATCH[5]:-60}
-    [[ ${BASH_REMATCH[2]} == *B* ]] && is_ended_by "${BASH_REMATCH[3]}" "${SLURM_TASK_PID:-0}" || return 0
+    [[ ${BASH_REMATCH[2]} == *B* ]] || return 0
+    ! has_signal '@(Cgt|Ign)' "${BASH_REMATCH[3]}" "${SLURM_TASK_PID:-$$}" || return 0
     SHELL_ENDS=$((NOTICE + 60)) NOTICE=120 # Slurm may send it a minute earlier
     left=$(seconds_to_notice) || return 0
     ((left + NOTICE < 30)) ||
         otherwise="otherwise the ranks save $((SHELL_ENDS + NOTICE)) s before the time limit"
     say "warning: --signal=$signal ends your batch script, which has no trap for this signal:" \
         "leave --signal out, or write exec before launch/$SCRIPT; $otherwise" >&2
-}
-
-# is_ended_by SIGNAL PROCESS: whether a process of this node neither catches nor ignores the signal
-is_ended_by() {
-    local number=$1 key mask kept=0
-    [[ $1 == [0-9]* ]] || number=$(kill -l "$1" 2>/dev/null) || return 1
-    [[ -r /proc/$2/status ]] || return 1
-    while read -r key mask; do
-        [[ $key != Sig@(Cgt|Ign): ]] || kept=$((kept | 16#$mask))
-    done <"/proc/$2/status"
-    (((kept >> (number - 1) & 1) == 0))
 }
 
 # seconds_to_notice: print the seconds until NOTICE before the end of a Slurm job, which may change
@@ -155,8 +145,15 @@ ask_to_stop() {
     ((SECONDS >= STOP_AT)) && ! has_file stop || return 0
     touch "$HPCTRAIN_CONTROL/stop"
     # A script without hpctrain.Run never reads it, whatever its Trainer prints about a requeue.
+    has_file polled || signal_every_rank &
     has_file saved ||
         say 'asked to stop, and no rank has saved a checkpoint yet: without one the job ends for good'
+}
+
+# signal_every_rank: a script without hpctrain.Run may have a handler of its own
+signal_every_rank() {
+    # shellcheck disable=SC2016 # the shells on the nodes expand it
+    on_every_node bash -c 'source "$0"; signal_ranks "[0-9]*"' "$ROOT/launch/lib/control.sh" 2>/dev/null
 }
 
 # run_launcher: run COMMAND, in the background because bash runs traps between commands; return its status

@@ -36,12 +36,6 @@ end_with_task() {
     ) </dev/null >/dev/null 2>&1 &
 }
 
-# parent_of PROCESS: set REPLY to the process that started it
-parent_of() {
-    local key value
-    while read -r key value; do [[ $key != PPid: ]] || REPLY=$value; done <"/proc/$1/status"
-}
-
 # end_with_connection: kill this rank when its connection of ssh has ended before it, as after scancel. It is
 # in no step of Slurm, which ends horovodrun alone. See kill_horovod_ranks.
 end_with_connection() {
@@ -111,6 +105,17 @@ shield_from_term() {
     else
         touch "$HPCTRAIN_CONTROL/stop"
     fi
+}
+
+# As sbatch --signal=USR1@300 sends it, without a B. It would end a rank that has no handler for it.
+# shellcheck disable=SC2329 # a trap calls it
+pass_on_usr1() {
+    ASKED=1
+    if has_control; then
+        touch "$HPCTRAIN_CONTROL/stop"
+        ! has_file polled || return 0
+    fi
+    signal_ranks "${RANK:-[0-9]*}"
 }
 
 # is_shielded: whether this shell stays, between Slurm's SIGTERM and the rank. Not with podman-hpc: its tasks
@@ -220,6 +225,7 @@ if [[ -n $WAIT_AND_REPORT ]]; then
     end_left_overs
 elif is_shielded; then
     begin_task
+    trap pass_on_usr1 USR1
     run_as_child shield_from_term "$@" || status=$?
     end_task "$status"
     [[ -z $ALIVE ]] || leave_node_container

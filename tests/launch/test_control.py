@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,34 @@ def test_a_folder_that_this_node_lacks_is_left_out(tmp_path, words, seen):
     assert (done.returncode, done.stdout) == (0, seen.format(tmp_path)), done
     lacked = [name for name in ("/none", "/gone") if f"{name} on " in done.stderr]
     assert lacked == [name for name in ("/none", "/gone") if name in words], done
+
+
+RANK = """
+import os, signal, sys, time
+signal.signal(getattr(signal, sys.argv[1]), lambda number, frame: os.write(1, b"%d\\n" % number))
+child = os.fork()  # as a worker of a DataLoader
+os.write(1, b"ready\\n")
+time.sleep(20 if child else 30)
+if child:
+    os.kill(child, 9)
+"""
+
+
+def test_ranks_with_a_handler_of_their_own_get_its_signal():
+    """Once, and neither the launcher around them nor the processes that they have started."""
+    env = BARE | {"HPCTRAIN_JOB": f"signals-{os.getpid()}", "RANK": "0"}
+    words = {name: [sys.executable, "-S", "-c", RANK, name] for name in ("SIGUSR1", "SIGTERM")}
+    words["SIGUSR1"] = ["bash", "-c", 'trap "echo bash" USR1; "$@"; true', "x", *words["SIGUSR1"]]
+    ranks = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        for command in words.values()
+    ]
+    try:
+        assert [rank.stdout.readline() for rank in ranks for _ in range(2)] == ["ready\n"] * 4
+        done = bash(f"set -eu; source {QUOTED}/lib/control.sh; signal_ranks '[0-9]*'", env)
+        assert done.returncode == 0 and not done.stderr, done
+        assert [rank.stdout.readline() for rank in ranks] == ["10\n", "15\n"]
+    finally:
+        for rank in ranks:
+            os.killpg(rank.pid, signal.SIGKILL)
+    assert [rank.communicate()[0] for rank in ranks] == ["", ""]

@@ -48,7 +48,7 @@ def start_slow_jobs(start_in_background):
 
 # What rank 0 writes at the start, what it does at `stop`, and how the first attempts end.
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 case, rank, restart = sys.argv[1], int(os.environ["RANK"]), int(os.environ.get("SLURM_RESTART_COUNT", 0))
 control, told = Path(os.environ["HPCTRAIN_CONTROL"]), Path(f"told-{os.environ['HPCTRAIN_JOB']}")
@@ -60,6 +60,15 @@ if restart and case != "again":
     sys.exit()
 if rank == 0 and case in ("killed", "again", "error", "usage", "ignores", "canceled"):
     (control / "saved").write_text("--resume runs/x\\n")
+if name := {"handler": "SIGUSR1", "step": "SIGUSR1", "terminates": "SIGTERM"}.get(case):
+    got = []
+    signal.signal(getattr(signal, name), lambda number, frame: got.append(number))
+    print("polls", flush=True)
+    while not got:
+        time.sleep(0.2)
+    print("got", name, flush=True)
+    time.sleep(3)
+    sys.exit(75)
 print("polls", flush=True)
 began = time.monotonic()
 if case == "late":
@@ -116,6 +125,10 @@ JOBS = {
     "again": ([], "FAILED", 1, r"not requeued: exit status (137|143) after 1 restart, HPCTRAIN_REQUEUES"),
     # srun kills the other ranks when the first one exits with 75, so its own status may be another.
     "status": ([], "COMPLETED", 1, r"(stopped|request to stop).*requeuing(.|\n)*(went on(.|\n)*){4}"),
+    # A script with a handler of its own gets its signal, also that of sbatch --signal=USR1@300, without a B.
+    "handler": ([], "COMPLETED", 1, r"(got SIGUSR1(.|\n)*){4}requeuing(.|\n)*(went on(.|\n)*){4}"),
+    "terminates": ([], "COMPLETED", 1, r"(got SIGTERM(.|\n)*){4}requeuing(.|\n)*(went on(.|\n)*){4}"),
+    "step": ([], "COMPLETED", 1, r"(got SIGUSR1(.|\n)*){4}requeuing(.|\n)*(went on(.|\n)*){4}"),
     "array": (["--nodelist=n1", "--nodes=1", "--array=0-1"], None, None, r"(went on(.|\n)*){2}"),
     "canceled": ([], "CANCELLED", 0, ""),
     # A rank ends long after the others, as rank 0 of a script that evaluates or saves alone at the end.
@@ -170,6 +183,9 @@ def numbers(cluster, request):
         "example": lambda: send_usr1(cluster, started("example")),  # first, while it has work left
         "preempted": lambda: started("preempted") and cluster.submit(*urgent, script="#!/bin/sh\nsleep 1\n"),
         "status": lambda: send_usr1(cluster, started("status")),
+        "handler": lambda: send_usr1(cluster, started("handler")),
+        "terminates": lambda: send_usr1(cluster, started("terminates")),
+        "step": lambda: cluster.exec("login", "scancel", "--signal=USR1", started("step"), user="alice"),
         "array": lambda: send_usr1(cluster, started("array", "_1")),
         "canceled": lambda: cluster.exec("login", "scancel", started("canceled"), user="alice"),
     }

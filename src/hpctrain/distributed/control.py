@@ -23,6 +23,8 @@ from hpctrain.text import as_given
 def stop_requested() -> bool:
     """Whether the launch script has asked this job to save and to end, as the ranks on its node can see."""
     folder = control_folder()
+    if folder is not None:
+        _report_polling()
     return folder is not None and (folder / "stop").exists()
 
 
@@ -45,6 +47,12 @@ def report_stopped() -> None:
 def report_failed() -> None:
     """Tell the launch script that it is of no use to start this program again."""
     _write("failed", "")
+
+
+@cache
+def _report_polling() -> None:
+    """Tell the launch script once that the ranks look for `stop`, so that it sends them no signal."""
+    _write("polled", "")
 
 
 def control_folder() -> Path | None:
