@@ -18,7 +18,7 @@ def test_a_rank_reports_to_the_folder_of_its_job(tmp_path, monkeypatch):
     control.report_training.cache_clear()
     control.report_training()
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
-        ("saved", "stopped", "failed", "trains"), ""
+        ("saved", "stopped", "failed", "trains", "polled"), ""
     )
     (tmp_path / "stop").touch()
     assert control.stop_requested()

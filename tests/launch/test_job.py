@@ -119,6 +119,13 @@ def test_a_rank_gets_what_the_user_has_exported_and_nothing_of_another_job(shell
     assert theirs.keys() <= set(dropped.split(",")), dropped
 
 
+def test_the_commands_of_slurm_are_behind_those_of_the_image(shell):
+    """scontrol show hostnames, from which many scripts take the first node, was not found."""
+    variables = what_a_rank_got(start(shell, "apptainer_ddp.sh", APPTAINERENV_APPEND_PATH="/mine"))[2]
+    assert variables["APPTAINERENV_APPEND_PATH"] == f"/mine:{LAUNCH}/lib/slurm"
+    assert {"HPCTRAIN_HOSTS", "HPCTRAIN_SLURM_VERSION"} <= variables.keys()
+
+
 def test_no_setting_of_apptainer_keeps_something_out_of_the_image(shell):
     """With --compat the folder of the job was not there. With --hostname all nodes had one name."""
     names = ["CLEANENV", "COMPAT", "CONTAIN", "CONTAINALL", "NO_HOME", "NO_MOUNT", "WRITABLE", "HOSTNAME"]

@@ -145,3 +145,25 @@ def test_ranks_of_torchrun_meet_at_the_name_that_slurm_gives_the_node():
     """It was the full name, such as n1.localdomain, which is in /etc/hosts of that node alone."""
     done = torchrun(*ONE_RANK, "echo $MASTER_ADDR", SLURMD_NODENAME="127.0.0.1")
     assert done.stdout == "127.0.0.1\n", done.stderr
+
+
+SPAWNS = """
+import multiprocessing, os
+from mpi4py import MPI
+size = MPI.COMM_WORLD.size
+def size_in_child(_):
+    return size
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(MPI.COMM_WORLD.allreduce(1), pool.map(size_in_child, [0]), "OMPI_COMM_WORLD_RANK" in os.environ)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_a_rank_of_mpi_spawns_is_no_rank(tmp_path):
+    """As a worker of a DataLoader or a pool, which imports the script. It hung as a second rank 0."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python"]
+    words = [*mpirun, LAUNCH / "lib/mpi4py_main.py", "spawns.py"]
+    done = subprocess.run(words, env=BARE, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["2 [1] True"] * 2, done

@@ -3,13 +3,25 @@
 import os
 import shlex
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 from slurm_cluster import REPOSITORY
 
 from tests.helpers import STANDINS
-from tests.launch.helpers import BARE, LAUNCH, assert_refused, bash, dry_run, last_words, library, put, start
+from tests.launch.helpers import (
+    BARE,
+    LAUNCH,
+    QUOTED,
+    assert_refused,
+    bash,
+    dry_run,
+    last_words,
+    library,
+    put,
+    start,
+)
 
 # ---- the image ----
 
@@ -286,3 +298,41 @@ def test_another_torch_in_pythonpath_is_named(tmp_path):
     (tmp_path / "mine/torch/__init__.py").touch()
     said = library("separate_host_variables", PYTHONPATH=f"{tmp_path}/other:{tmp_path}/mine").stdout
     assert said.startswith(f"hpctrain: warning: {tmp_path}/mine of PYTHONPATH ") and said.count("\n") == 1
+
+
+OF_A_JOB = {"SLURM_JOB_NODELIST": "n[1-2]", "HPCTRAIN_HOSTS": "n1 n2", "MASTER_ADDR": "n1"}
+OF_A_JOB |= {"HPCTRAIN_SLURM_VERSION": "slurm 24.11.5"}
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("scontrol show hostnames", "n1\nn2\n"),
+        ("scontrol show hostname n[1-2]", "n1\nn2\n"),
+        ("scontrol show hostnames a,b", "a\nb\n"),
+        ("scontrol show hostnames a[1-2]", ""),
+        ("scontrol show job 7", ""),
+        ("scontrol requeue 7", ""),
+        ("srun --version", "slurm 24.11.5\n"),
+        ("srun hostname", ""),
+        ("squeue -h -j 7 -o %L", "1-01:01:0"),
+        ("squeue --me", ""),
+    ],
+)
+def test_what_scripts_ask_slurm_in_an_image(words, answer):
+    """Of their own job, or one line says that there is no Slurm."""
+    env = BARE | OF_A_JOB | {"SLURM_JOB_END_TIME": str(int(time.time()) + 90069)}
+    done = bash(f"{QUOTED}/lib/slurm/{words}", env)
+    if answer:
+        assert done.returncode == 0 and done.stdout.startswith(answer), done
+    else:
+        assert done.returncode == 1 and not done.stdout and done.stderr.count("\n") == 1, done
+        assert done.stderr.startswith("hpctrain: error: there is no Slurm in the image: "), done
+
+
+def test_a_script_may_requeue_its_job_itself(tmp_path):
+    """As Lightning's handler of SIGUSR1 does. The option that resumes stays."""
+    (tmp_path / "saved").write_text("--resume x\n")
+    env = BARE | {"HPCTRAIN_CONTROL": str(tmp_path)}
+    assert bash(f"{QUOTED}/lib/slurm/scontrol requeue 7", env).returncode == 0
+    assert (tmp_path / "saved").read_text() == "--resume x\n" and (tmp_path / "stopped").exists()

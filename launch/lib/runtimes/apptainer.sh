@@ -34,6 +34,12 @@ apptainer_command() {
     # Our images unset PYTHONPATH, for those who enter them after loading a module.
     [[ $RUNTIME_VERSION != apptainer* ]] || variable=APPTAINERENV_PYTHONPATH # the other one with a warning
     [[ -z ${PYTHONPATH:-} ]] || export "$variable=${!variable:-$PYTHONPATH}"
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        variable=${variable%PYTHONPATH}APPEND_PATH
+        export "$variable=${!variable:+${!variable}:}$ROOT/launch/lib/slurm" HPCTRAIN_HOSTS="${HOSTS[*]}"
+        HPCTRAIN_SLURM_VERSION=$(scontrol --version 2>/dev/null) || true
+        export HPCTRAIN_SLURM_VERSION
+    fi
 }
 
 # find_image: set HPCTRAIN_IMAGE, or say how to make the image that is missing

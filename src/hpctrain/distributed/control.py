@@ -23,9 +23,10 @@ from hpctrain.text import as_given
 def stop_requested() -> bool:
     """Whether the launch script has asked this job to save and to end, as the ranks on its node can see."""
     folder = control_folder()
-    if folder is not None:
-        _report_polling()
-    return folder is not None and (folder / "stop").exists()
+    if folder is None:
+        return False
+    _report_polling(folder)
+    return (folder / "stop").exists()
 
 
 def report_saved(resume_with: Path | None) -> None:
@@ -50,8 +51,8 @@ def report_failed() -> None:
 
 
 @cache
-def _report_polling() -> None:
-    """Tell the launch script once that the ranks look for `stop`, so that it sends them no signal."""
+def _report_polling(folder: Path) -> None:
+    """Tell the launch script, once, that the ranks look for `stop`, so that it sends them no signal."""
     _write("polled", "")
 
 
