@@ -33,8 +33,8 @@ open_control() {
     trap request_stop USR1
     if [[ -n ${PBS_JOBID:-} ]]; then
         read_pbs_fields
-    elif [[ $0 != */slurm_script ]]; then
-        OF_OWN_SCRIPT=1
+    elif [[ $0 != */slurm_script ]] || ! grep -qs '^#SBATCH.* --signal' "$0"; then
+        [[ $0 == */slurm_script ]] || OF_OWN_SCRIPT=1 # otherwise a copy of this script, or it is sourced
         read_own_script
         start_timer seconds_to_notice
     fi
@@ -71,6 +71,9 @@ seconds_to_notice() {
 
 # start_timer FUNCTION: send this script USR1 when no seconds are left of those that the function prints
 start_timer() {
+    local left
+    # Not by a signal, because bash 5.2 fails on one that comes while it reads $( of a file.
+    left=$("$1") && ((left <= 0)) && EARLY_STOP=1 && return
     (
         trap 'kill $!; exit' TERM
         while left=$("$1") || left=60; ((left > 0)); do # without a time limit, or an answer
