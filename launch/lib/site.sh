@@ -226,7 +226,7 @@ hpctrain_load_site() {
     *HPCTRAIN_CACHE=*) own=$HPCTRAIN_CACHE ;;
     esac
     [ -z "$own" ] || mkdir -m 700 "$own" 2>/dev/null || [ ! -e "$own" ] ||
-        { [ -O "$own" ] && { [ ! -L "$own" ] || [ "$own" = "${HPCTRAIN_CACHE:-}" ]; }; } ||
+        { [ -O "$own" ] && [ "$(stat -c %u "$own")" = "$UID" ]; } || # the second of a link itself
         printf 'hpctrain: warning: %s belongs to somebody else: set %s to others\n' \
             "$own" 'HPCTRAIN_CACHE, HF_HOME, TORCH_HOME and MPLCONFIGDIR' >&2
     # Silent where it is sourced again, as by the .bashrc of each shell in a shell.

@@ -107,9 +107,18 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_told(stranger, name):
 def test_a_cache_on_scratch_that_somebody_else_made_is_told(launch, tmp_path):
     """As where the scratch of a site is the folder of a group."""
     cache = tmp_path / "cache"
-    for owner, is_told in ((None, False), (os.getuid(), False), (1234, True)):
-        if owner is not None:
-            os.chown(cache, owner, -1)
+    for owner, is_told in (
+        (None, False),
+        (os.getuid(), False),
+        (1234, True),
+        ("own link", False),
+        ("link", True),
+    ):
+        if owner == "own link":
+            os.chown(cache, os.getuid(), -1)
+            cache.symlink_to(cache.rename(tmp_path / "mine"))
+        elif owner is not None:
+            os.chown(cache, 1234 if owner == "link" else owner, -1, follow_symlinks=False)
         done, _ = source(launch, "generic", env={"SCRATCH": str(tmp_path)})
         assert (f"warning: {cache} " in done.stderr) == is_told and cache.stat().st_mode & 0o777 == 0o700, (
             done.stderr
