@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.launch.helpers import BARE, LAUNCH, QUOTED, assert_refused, dry_run, library, put, start
+from tests.launch.helpers import BARE, BY_ROOT, LAUNCH, QUOTED, assert_refused, dry_run, library, put, start
 
 # ---- srun ----
 
@@ -145,6 +145,25 @@ def test_ranks_of_torchrun_meet_at_the_name_that_slurm_gives_the_node():
     """It was the full name, such as n1.localdomain, which is in /etc/hosts of that node alone."""
     done = torchrun(*ONE_RANK, "echo $MASTER_ADDR", SLURMD_NODENAME="127.0.0.1")
     assert done.stdout == "127.0.0.1\n", done.stderr
+
+
+TWO_NETWORKS = """
+ip link set lo up
+ip address add 10.99.0.1/32 dev lo
+exec "$@"
+"""
+
+
+@pytest.mark.slow
+@BY_ROOT
+def test_torchrun_meets_at_an_address_of_a_second_network():
+    """It looked for MASTER_ADDR among the addresses of the host's name, and gave up after a minute."""
+    rendezvous = ["--rdzv-id=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.99.0.1:29500"]
+    command = [sys.executable, LAUNCH / "lib/torchrun.py", *rendezvous, "--no-python", "echo", "met"]
+    started = ["unshare", "--net", "sh", "-ec", TWO_NETWORKS, "sh", *command]
+    env = BARE | {"SLURM_NODEID": "0", "SLURMD_NODENAME": "localhost"}
+    done = subprocess.run(started, env=env, capture_output=True, text=True, timeout=50)
+    assert done.stdout == "met\n", done.stderr
 
 
 SPAWNS = """
