@@ -272,6 +272,38 @@ def test_a_job_that_slurm_will_not_requeue_says_so_at_the_start(slurm, tmp_path)
     assert done.returncode == 0 and "warning" in done.stderr and "--requeue" in done.stderr, done
 
 
+STEP = """echo '--resume runs/x' >"$HPCTRAIN_CONTROL/saved"
+for ((i = 0; i < 300; i++)); do
+    [[ ! -e $HPCTRAIN_CONTROL/stop ]] || break
+    /bin/sleep 0.1
+done
+echo "asked after $SECONDS s"
+touch "$HPCTRAIN_CONTROL/stopped" """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("left", "seconds"), [(8, range(1, 6)), (123, range(1, 15))])
+def test_a_job_of_ones_own_script_is_asked_before_its_time_limit(programs, tmp_path, left, seconds):
+    """Two minutes before, or after half of a short one; and its script does not go on after the requeue."""
+    times = {
+        name: time.strftime("%FT%T", time.localtime(time.time() + add))
+        for name, add in (("StartTime", left - 600 if left > 60 else 0), ("EndTime", left))
+    }
+    put_squeue(tmp_path, Requeue=1, **times)
+    put(
+        tmp_path,
+        scontrol=f"case $1 in show) echo n1 ;; requeue) echo requeue $2 >>{tmp_path}/asked ;; esac",
+        srun=f"[[ $* != *task.sh* ]] || {{ {STEP}\n}}",
+        sleep='[[ $1 != 60 ]] || { echo waits; exit; }; exec /bin/sleep "$@"',
+    )
+    env = programs | {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    done = bash(f"{QUOTED}/apptainer_ddp.sh train_ddp", env, cwd=tmp_path)
+    asked = re.search(r"asked after (\d+) s", done.stdout)
+    assert done.returncode == 75 and asked and int(asked[1]) in seconds, done
+    assert done.stdout.endswith("requeuing the job\nwaits\n"), done
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+
+
 @pytest.mark.parametrize(
     ("end", "seconds"), [("+1 hour", 3600 - 120 - 85), ("N/A", None), ("Unknown", None), ("", None)]
 )
