@@ -130,10 +130,16 @@ connect() {
 
 # start_daemons NAME: start sshd, munge and Slurm's daemon
 start_daemons() {
+    local name
     # /run is empty, and there is no systemd to make these
     install -d /run/sshd /run/lock /var/spool/slurmd
     install -d -o munge -g munge /run/munge
     install -d -o slurm -g slurm /var/spool/slurmctld /var/log/slurm
+    # PBS: its commands, and the folders of its daemon, which the jobs themselves write here
+    for name in qsub qstat qdel qalter qselect pbsnodes pbs_tmrsh; do
+        ln -sf /etc/slurm/qsub "/usr/local/bin/$name"
+    done
+    install -d -m 1777 /var/spool/pbs/{spool,aux,mom_priv/jobs}
     setpriv --reuid munge --regid munge --clear-groups munged
     /usr/sbin/sshd
     if [[ $1 == login ]]; then

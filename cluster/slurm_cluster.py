@@ -209,6 +209,18 @@ class Cluster:
         done = self.exec("login", "sbatch", "--parsable", *args, user=user, env=env, cwd=cwd, input=script)
         return int(done.stdout.split(";")[0])
 
+    def qsub(
+        self,
+        *args: str | Path,
+        user: str = "alice",
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        script: str | None = None,
+    ) -> int:
+        """Submit a job with `qsub *args` and return its number; `script` is what qsub reads."""
+        done = self.exec("login", "qsub", *args, user=user, env=env, cwd=cwd, input=script)
+        return int(done.stdout.partition(".")[0])
+
     def wait(self, job: int, timeout: float = 600, on_line: Callable[[str], None] | None = None) -> Job:
         """Wait until a job has ended; pass each new line of its output to `on_line`.
 

@@ -185,25 +185,48 @@ def test_containers_outlive_a_failed_step_until_they_are_removed(site, podman_hp
 
 
 @needs_cluster
-def test_a_job_of_qsub_has_the_variables_of_pbs_and_none_of_slurm(site):
+def test_a_job_of_qsub_is_as_one_of_openpbs(site):
     script = """#!/bin/bash
 #PBS -N hello
+#PBS -l place=scatter
 #PBS -j oe
-pwd; env | grep -c ^SLURM; echo "$A $B $PBS_ENVIRONMENT"; uniq -c "$PBS_NODEFILE"
+pwd; env | grep -c ^SLURM; echo "$A $B $PBS_ENVIRONMENT $NCPUS $OMP_NUM_THREADS"; umask
+echo "$0 $PBS_NODEFILE $TMPDIR"; uniq -c "$PBS_NODEFILE"
 module load pytorch && type -p hpctrain
 cd "$PBS_O_WORKDIR" && pwd
-mpirun --hostfile "$PBS_NODEFILE" sh -c 'hostname; env | grep ^SLURM || true'
+qstat -f $PBS_JOBID | grep -c 'Resource_List.select = 2:ncpus=2:mpiprocs=2$'
+ssh n2 "test -d $TMPDIR; echo \\$?"
+pbs_tmrsh n2 sh -c "test -d \\$TMPDIR; echo \\$? \\$TMPDIR"
 """
     site.exec("login", "sh", "-c", "cat >/project/alice/job.sh", user="alice", input=script)
-    words = ["qsub", "-l", "select=2:ncpus=2:mpiprocs=2", "-l", "walltime=00:10:00", "-v", "A=1,B", "job.sh"]
-    done = site.exec("login", *words, user="alice", cwd="/project/alice", env={"B": "2", "C": "3"})
-    job = site.wait(int(done.stdout))
-    output = site.host_path(f"/project/alice/hello.o{job.id}").read_text()
-    first, ranks = output.splitlines()[:-4], output.splitlines()[-4:]
-    assert [line.strip() for line in first] == [
-        "/home/alice", "0", "1 2 PBS_BATCH", "2 n1", "2 n2", "/opt/hpctrain/bin/hpctrain", "/project/alice",
-    ], output  # fmt: skip
-    assert sorted(ranks) == ["n1", "n1", "n2", "n2"], output
+    options = ["-l", "select=2:ncpus=2:mpiprocs=2", "-l", "walltime=00:10:00", "-v", "A=1,B"]
+    job = site.wait(site.qsub(*options, "job.sh", cwd="/project/alice", env={"B": "2", "C": "3"}))
+    log = site.host_path(f"/project/alice/hello.o{job.id}")
+    assert [line.strip() for line in log.read_text().splitlines()] == [
+        "/home/alice", "0", "1 2 PBS_BATCH 2 2", "0077",
+        f"/var/spool/pbs/mom_priv/jobs/{job.id}.login.SC /var/spool/pbs/aux/{job.id}.login "
+        f"/var/tmp/pbs.{job.id}.login",
+        "2 n1", "2 n2", "/opt/hpctrain/bin/hpctrain", "/project/alice", "1",
+        "1", f"0 /var/tmp/pbs.{job.id}.login",
+    ]  # fmt: skip
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+@needs_cluster
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("-l mem=1gb job.sh", '"-lresource=" cannot be used with "select" or "place", resource is: mem'),
+        ("-l nodes=2:ppn=2 job.sh", "Cannot be used with select or place: nodes"),
+        ("-v UNKNOWN job.sh", "cannot send environment with the job"),
+        ("job.sh argument", "usage: qsub"),
+        ("none.sh", "No such file"),
+    ],
+)
+def test_what_openpbs_refuses(site, options, said):
+    site.exec("login", "sh", "-c", "echo '#PBS -l select=2' >job.sh", user="alice")
+    done = site.exec("login", "qsub", *options.split(), user="alice", check=False)
+    assert done.returncode and said in done.stderr and not done.stdout
 
 
 @needs_cluster

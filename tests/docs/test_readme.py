@@ -122,7 +122,7 @@ ended() {{
     local job
     for line; do
         until [[ -e $out/$line.status ]]; do sleep 0.3; done
-        job=$(sed -nE 's/^(Submitted batch job )?([0-9]+)$/\2/p' "$out/$line.out")
+        job=$(sed -nE 's/^(Submitted batch job )?([0-9]+)([.]login)?$/\2/p' "$out/$line.out")
         while [[ -n $job && -n $(squeue --noheader --jobs="$job") ]]; do sleep 0.3; done
     done
 }}
@@ -211,7 +211,7 @@ def test_on_the_cluster(cluster, smaller_jobs, request, pages):
         assert status.read_text() == "0\n", f"{line}\n{stdout.read_text()}{stderr.read_text()}"
         assert not said, said
         # sbatch, qsub
-        if submitted := re.search(r"^(?:Submitted batch job )?(\d+)$", stdout.read_text(), re.M):
+        if submitted := re.search(r"^(?:Submitted batch job )?(\d+)(?:[.]login)?$", stdout.read_text(), re.M):
             jobs[int(submitted[1])] = line
     assert len(jobs) >= 5
     for job, line in jobs.items():

@@ -102,9 +102,8 @@ def seen(cluster, shell, podman_image):
             cwd = "/scratch/alice/job"
             if launcher == "PBS":
                 line = " ".join([f"{HOME}/launch/pbs_ddp.sh", *words])
-                qsub = ["qsub", "-V", "-l", "select=2:ncpus=2:mpiprocs=2"]
-                done = cluster.exec("login", *qsub, user="alice", env=env, cwd=cwd, input=line)
-                job = int(done.stdout.split(".")[0])
+                options = ["-V", "-j", "oe", "-l", "select=2:ncpus=2:mpiprocs=2", "-l", "place=scatter"]
+                job = cluster.qsub(*options, env=env, cwd=cwd, script=line)
             else:
                 script = script_of(launcher, runtime)
                 job = cluster.submit(f"{HOME}/{script[0]}", *script[1:], *words, cwd=cwd, env=env)

@@ -92,9 +92,9 @@ def test_tensorboard_in_a_pbs_job_through_the_command_of_the_log(cluster):
     From another user and from another node nothing reaches it; with ssh and the token its user does.
     """
     cluster.exec("login", "mkdir", "-p", f"{HOME}/runs", user="alice")
-    qsub = ["qsub", "-N", "board", "-l", "select=1:ncpus=1:mpiprocs=1", "-l", "walltime=00:10:00"]
+    options = "-N board -l select=1:ncpus=1:mpiprocs=1 -l walltime=00:10:00 -j oe -k oed"
     line = f"{HOME}/launch/jupyter.sh tensorboard runs\n"
-    job = int(cluster.exec("login", *qsub, user="alice", cwd=HOME, input=line).stdout)
+    job = cluster.qsub(*options.split(), cwd=HOME, script=line)
     text, command, socket, node = words_of_the_log(
         cluster, cluster.host_path(f"{HOME}/board.o{job}"), "Then open"
     )
