@@ -1,11 +1,13 @@
 #!/bin/bash
-# Run a trainer with torchrun: srun starts one in the container of each node, and that starts its ranks.
+# Run a trainer with torchrun: srun starts one in the container of each node, and that starts its ranks. In a
+# PBS job mpirun starts them.
 #
 # usage: sbatch [SBATCH OPTION]... launch/apptainer_torchrun.sh [OPTION]...
 #            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   sbatch launch/apptainer_torchrun.sh train_ddp --epochs 3
 #   sbatch launch/apptainer_torchrun.sh --max-restarts=3 ./mine.py --anything "a b"
+#   qsub launch/apptainer_torchrun.sh                    in a PBS job; arguments as for pbs_ddp.sh
 #
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
@@ -14,6 +16,12 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@120
 #SBATCH --open-mode=append
+#PBS -N hpctrain
+#PBS -l select=2:ncpus=2:mpiprocs=2
+#PBS -l place=scatter
+#PBS -l walltime=00:30:00
+#PBS -j oe
+#PBS -k oed
 set -euo pipefail
 
 # Slurm and PBS run a copy of this script. launch/lib/trust.sh says which functions it may run.
@@ -32,7 +40,7 @@ done
 source "$_main"
 
 parse_options apptainer_torchrun.sh "$@"
-read_slurm_job
+read_job
 use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
 set_program
 use_launcher torchrun

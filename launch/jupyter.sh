@@ -43,14 +43,8 @@ parse_options jupyter.sh "$@"
 [[ ${ARGUMENTS[0]} == @(jupyter|tensorboard|serve) ]] ||
     die "${ARGUMENTS[0]}: this script starts only JupyterLab (no argument), tensorboard FOLDER" \
         "or serve FOLDER: use another one for training"
-if [[ -n ${PBS_NODEFILE:-} ]]; then
-    read_pbs_job
-    set -- mpirun
-else
-    read_slurm_job
-    set -- srun
-fi
+read_job
 use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
 set_program
-use_launcher "$1"
+use_launcher "$([[ -n ${PBS_NODEFILE:-} ]] && echo mpirun || echo srun)"
 launch

@@ -10,7 +10,7 @@
 #   HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=~/my-venv qsub -V launch/pbs_ddp.sh
 #
 # With place=scatter each chunk of the select line is on a node of its own; otherwise PBS may put two on one.
-# mpirun is the host's Open MPI. If it was built without PBS support, it reaches the other nodes over ssh.
+# mpirun is the host's Open MPI. It reaches the other nodes with PBS's pbs_tmrsh, or over ssh.
 #
 #PBS -N hpctrain
 #PBS -l select=2:ncpus=2:mpiprocs=2

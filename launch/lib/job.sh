@@ -21,6 +21,14 @@ USUAL_VARIABLES=(SLURM_OPEN_MODE 'SLURM_MEM_PER_*' 'SLURM_CPUS_PER_*' 'SLURM_TRE
     'SLURM_NTASKS_PER_*' SLURM_EXPORT_ENV SLURM_PRIO_PROCESS SLURM_UMASK SLURM_OOM_KILL_STEP
     SLURM_SCRIPT_CONTEXT SLURM_GET_USER_ENV)
 
+read_job() {
+    if [[ -n ${PBS_NODEFILE:-} ]]; then
+        read_pbs_job
+    else
+        read_slurm_job
+    fi
+}
+
 # A Slurm job, from sbatch or in the shell of salloc or srun --pty.
 read_slurm_job() {
     local spread folder timeout

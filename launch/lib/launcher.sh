@@ -38,6 +38,28 @@ set_srun() {
     fi
 }
 
+# set_mpirun TASKS_PER_NODE: fill LAUNCH; REPLY is the version. In a PBS job it starts its daemons on other
+# nodes with pbs_tmrsh, where it is, unless the user has named another program.
+set_mpirun() {
+    local name agent=$ROOT/launch/lib/tmrsh.sh
+    command -v mpirun >/dev/null ||
+        die "there is no mpirun on the PATH of $(hostname): load an Open MPI module (HPCTRAIN_MODULES)"
+    REPLY=$(mpirun --version 2>&1 | head -n 1) || true
+    [[ $REPLY == *"Open MPI"* || $REPLY == *OpenRTE* ]] ||
+        die "$(command -v mpirun) is not Open MPI's, whose options this script uses:" \
+            "load an Open MPI module, or use srun"
+    LAUNCH=(mpirun -np $((NODES * $1)) --map-by "ppr:$1:node" --bind-to none)
+    if [[ -n ${PBS_NODEFILE:-} ]]; then
+        LAUNCH+=(--hostfile "$PBS_NODEFILE")
+        # the names of the setting in Open MPI 5 and 4
+        [[ -n ${PRTE_MCA_plm_ssh_agent:-}${OMPI_MCA_plm_rsh_agent:-} ]] || ! has_tmrsh ||
+            LAUNCH=(env "PRTE_MCA_plm_ssh_agent=$agent" "OMPI_MCA_plm_rsh_agent=$agent" "${LAUNCH[@]}")
+    fi
+    while read -r name; do
+        LAUNCH+=(-x "$name")
+    done < <(forwarded_names)
+}
+
 # set_mpi_hint: fill MPI_HINT, the last line of a job that fails, if the program is a script for MPI. Without
 # a PMI, Open MPI ends it with the advice to build Slurm again.
 set_mpi_hint() {

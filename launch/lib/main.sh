@@ -3,7 +3,7 @@
 # A script calls them in this order. Each one fills the variables in capitals that the later ones read:
 #   parse_options    the words of its command line           SCRIPT OPTION OPTIONS_GIVEN ARGUMENTS
 #   read_slurm_job   the job that the scheduler granted      JOB HOSTS NODES TASKS THREADS GPUS
-#                    (or read_pbs_job, make_local_job)
+#                    (or read_pbs_job, read_job for either, make_local_job)
 #   use_runtime      the words that enter the image          CONTAINER SIF RUNTIME_VERSION DIGEST
 #   set_program      the command that runs in the image      PROGRAM
 #   use_launcher     the words that start it for each rank   LAUNCH PYTHON LAUNCHER_TEXT
@@ -224,6 +224,8 @@ on_every_node() {
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         is_current && count=$(nodes_left | wc -l) && ((count)) || return 1
         timeout "$WITHIN" "${SIDE_STEP[@]}" --nodes="$count" --ntasks="$count" --quiet "$@"
+    elif [[ -n ${PBS_NODEFILE:-} ]]; then
+        on_nodes_of_pbs "$@"
     else
         "$@"
     fi

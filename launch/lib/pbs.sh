@@ -74,6 +74,29 @@ pbs_field() {
     sed -n "s/^ *$1 = //p" <<<"$QSTAT"
 }
 
+has_tmrsh() {
+    command -v pbs_tmrsh >/dev/null
+}
+
+# on_nodes_of_pbs COMMAND...: run this program on the nodes of the job that are left; fails if it fails on one
+on_nodes_of_pbs() {
+    local host process words processes=() remote=(ssh -o BatchMode=yes) status=0
+    words=$(printf '%q ' env "HPCTRAIN_JOB=$JOB" "$@")
+    ! has_tmrsh || remote=("$ROOT/launch/lib/tmrsh.sh")
+    for host in $(nodes_left); do
+        if [[ $host == "${HOSTS[0]}" ]]; then
+            "$@" &
+        else
+            timeout "$WITHIN" "${remote[@]}" "$host" "$words" </dev/null &
+        fi
+        processes+=($!)
+    done
+    for process in "${processes[@]}"; do
+        wait "$process" || status=$?
+    done
+    return $status
+}
+
 # continue_in_another_job WHY RESTARTS OPTION LATER: submit a job that continues the run, or say how to
 continue_in_another_job() {
     local said number unless=''

@@ -25,7 +25,7 @@ open_control() {
     [[ -z ${OPTION[dry-run]:-} ]] || return 0
     [[ ${ENVIRONMENT:-} == BATCH || ${PBS_ENVIRONMENT:-} == PBS_BATCH ]] || return 0
     # All runtimes show /tmp in the image. They do not show SLURM_TMPDIR.
-    [[ -z ${SLURM_JOB_ID:-} ]] || remove_left_folders
+    remove_left_folders
     HPCTRAIN_CONTROL=$(mktemp -d "/tmp/hpctrain-control.${JOB//[^0-9]/_}.XXXXXXXX") ||
         die "/tmp of $(hostname) cannot be written: exclude this node"
     export HPCTRAIN_CONTROL
@@ -90,10 +90,19 @@ start_timer() {
 remove_left_folders() {
     local folder running=''
     for folder in /tmp/hpctrain-{control.,container-}*; do
-        is_own "$folder" && [[ $folder =~ ^[^0-9]*([0-9]+)[.-] ]] || continue
-        running=${running:-$(squeue --noheader --user="$UID" --format=%A)} || return 0
+        is_own "$folder" && [[ $folder =~ ^[^0-9]*([0-9]+)(_[0-9]+_)?[.-] ]] || continue
+        running=${running:-$(jobs_of_user)} || return 0
         [[ $'\n'$running$'\n' == *$'\n'"${BASH_REMATCH[1]}"$'\n'* ]] || rm -rf "$folder"
     done
+}
+
+# jobs_of_user: print the numbers of the user's jobs that have not ended; of an array of PBS that of all
+jobs_of_user() {
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        squeue --noheader --user="$UID" --format=%A
+    else
+        qselect -u "$(id -un)" 2>/dev/null | sed 's/[^0-9].*//'
+    fi
 }
 
 # read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script
@@ -169,7 +178,7 @@ run_launcher() {
     LOG_BEGAN=$([[ ! -f /proc/$$/fd/2 ]] || stat -Lc %s /proc/$$/fd/2)
     "${COMMAND[@]}" &
     launcher=$!
-    [[ -z ${SLURM_JOB_ID:-} ]] || watch_step "$launcher" </dev/null &
+    watch_step "$launcher" </dev/null &
     [[ -n $STOPPING ]] || wait "$launcher" || status=$?
     [[ -n $STOPPING ]] || return "$status"
     while is_alive "$launcher"; do # a signal ended the wait
@@ -185,8 +194,9 @@ run_launcher() {
     status_of_child "$launcher"
 }
 
-# watch_step LAUNCHER: srun waits without end for tasks whose slurmstepd has been killed on another node. End
-# the launcher when the tasks of this node have ended, and no rank is left on any node.
+# watch_step LAUNCHER: srun waits without end for tasks whose slurmstepd has been killed on another node, and
+# mpirun for a node that is dead. End the launcher when the tasks of this node have ended, and no rank is left
+# on any node.
 watch_step() {
     local seconds
     for ((seconds = 0; ; seconds += 5)); do
@@ -201,7 +211,7 @@ watch_step() {
             seconds=0
         fi
     done
-    say 'no rank is left on any node, and the launcher waits, as after a slurmstepd was killed: ending it'
+    say 'no rank is left on any node, and the launcher waits, as for a node that has failed: ending it'
     touch "$HPCTRAIN_CONTROL/lonely"
     kill "$1"
     sleep 10
@@ -466,9 +476,16 @@ await_end() {
     [[ -z $OF_OWN_SCRIPT || -z $REQUEUED ]] || sleep 60
 }
 
-# nodes_left: print the nodes of the job, without those that failed and that Slurm has taken from it
+# nodes_left: print the nodes of the job, without those that failed: Slurm takes them from it, PBS does not
 nodes_left() {
-    scontrol show hostnames "$(job_field NodeList)" 2>/dev/null
+    local host
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        scontrol show hostnames "$(job_field NodeList)" 2>/dev/null
+        return
+    fi
+    for host in "${HOSTS[@]}"; do
+        pbsnodes "$host" 2>/dev/null | grep -q '^ *state = .*down' || echo "$host"
+    done
 }
 
 # find_earlier_checkpoint: print the option that resumes the run, if an earlier attempt of this job has saved

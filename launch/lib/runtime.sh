@@ -124,7 +124,7 @@ find_folders_to_bind() {
     done
     for path in "$HOME" "$PWD" "$ROOT" "${HPCTRAIN_PACKAGES:-}" "${SCRATCH:-}" "${TMPDIR:-}" "${named[@]}" \
         "${entries[@]}" "${SSL_CERT_FILE:-}" "${SSL_CERT_DIR:-}" "${REQUESTS_CA_BUNDLE:-}" \
-        "${CURL_CA_BUNDLE:-}"; do
+        "${CURL_CA_BUNDLE:-}" "${PBS_NODEFILE:-}"; do
         [[ -e $path ]] || continue
         [[ $path == /* ]] || path=$PWD/$path
         refuse_separators "$path"

@@ -99,6 +99,7 @@ shield_from_term() {
     ASKED=1
     # What has it open keeps it. A job that Slurm ends can start nothing that would remove it.
     [[ -z ${HPCTRAIN_SIF_COPY:-} ]] || rm -f "$HPCTRAIN_SIF_COPY"
+    [[ -n ${SLURM_JOB_ID:-} ]] || { pass_on_term && return; } # mpirun of PBS sends it
     has_control || return 0
     if [[ $(job_field State) == RUNNING && $(job_field PreemptTime) != @* ]]; then
         pass_on_term
@@ -121,7 +122,7 @@ pass_on_usr1() {
 # is_shielded: whether this shell stays, between Slurm's SIGTERM and the rank. Not with podman-hpc: its tasks
 # find the container of their node by the number of their parent, slurmstepd.
 is_shielded() {
-    [[ -n ${HPCTRAIN_CONTROL:-} && -n ${SLURM_JOB_ID:-} && -z ${HPCTRAIN_END_TASK:-}$WAIT_AND_REPORT ]]
+    [[ -n ${HPCTRAIN_CONTROL:-} && -z ${HPCTRAIN_END_TASK:-}$WAIT_AND_REPORT ]]
 }
 
 # end_left_overs: end the processes that still have the output of this task after ten seconds, such as the
@@ -209,7 +210,8 @@ fi
 
 leave_out_missing_folders
 [[ ${WORDS[0]} != podman-hpc ]] || refuse_podman_settings_of_others
-! is_shielded || [[ -z ${HPCTRAIN_NODE_CONTAINER:-} || $HPCTRAIN_NODE_TASKS == 1 ]] || enter_node_container
+! is_shielded || [[ -z ${SLURM_JOB_ID:-} || -z ${HPCTRAIN_NODE_CONTAINER:-} || $HPCTRAIN_NODE_TASKS == 1 ]] ||
+    enter_node_container
 command=$(index_of_command)
 [[ ${WORDS[0]} == -- ]] || export HPCTRAIN_CONTAINER_ON=${HPCTRAIN_CONTAINER_ON:-$(uname -n)}
 set -- "${WORDS[@]:0:command-1}" "${WORDS[@]:command}"

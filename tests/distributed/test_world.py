@@ -148,8 +148,9 @@ def test_one_process_in_a_pbs_job_of_several_slots_is_an_error_with_the_right_co
         detect({"PBS_JOBID": "17.server", "PBS_NODEFILE": str(nodefile)})
     nodefile.write_text("n1\n")
     assert detect({"PBS_JOBID": "17.server", "PBS_NODEFILE": str(nodefile)}).launcher == "single"
-    with pytest.raises(HpctrainError, match="PBS_NODEFILE"):
-        detect({"PBS_JOBID": "17.server", "PBS_NODEFILE": str(tmp_path / "gone")})
+    for image, advice in (({}, "first node"), ({"APPTAINER_CONTAINER": "x.sif"}, '--bind "\\$PBS_NODEFILE"')):
+        with pytest.raises(HpctrainError, match=f"PBS_NODEFILE.*{advice}"):
+            detect(image | {"PBS_JOBID": "17.server", "PBS_NODEFILE": str(tmp_path / "gone")})
 
 
 @pytest.mark.parametrize(

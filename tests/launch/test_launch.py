@@ -297,25 +297,6 @@ def test_a_pmi_that_the_mpi_library_does_not_support(cluster):
     assert_ended(wait(cluster, direct), "FAILED", "srun --mpi=pmi2 started 4 ranks")
 
 
-@pytest.mark.main_road("| `pbs_ddp.sh` |")
-def test_pbs(cluster):
-    """By qsub over Slurm (slurm-wlm-torque), with the variables of PBS, and with mpirun over ssh."""
-
-    def submit(words, tasks, env=""):
-        folder(cluster, "pbs.sh").write_text(f"#!/bin/bash\n{env} exec {HOME}/launch/pbs_ddp.sh {words}\n")
-        select = f"select=2:ncpus={tasks}:mpiprocs={tasks}"
-        qsub = ["qsub", "-N", "by_pbs", "-l", select, "-l", "walltime=00:10:00", "pbs.sh"]
-        ended = cluster.wait(int(cluster.exec("login", *qsub, user="alice", cwd=HOME).stdout))
-        return ended, "".join(folder(cluster, f"by_pbs.{x}{ended.id}").read_text() for x in "oe")
-
-    no_container = " ".join(f"{name}={value}" for name, value in NO_CONTAINER.items())
-    for env, tasks in (("", 2), (no_container, 1)):
-        checked = f"check passed: {2 * tasks} ranks on 2 hosts (openmpi)"
-        assert_ended(submit("check", tasks, env), "COMPLETED", checked)
-    assert_ended(submit(f"train_ddp {FEW} --epochs 1 --out 'runs/by pbs'", 1), "COMPLETED")
-    assert (folder(cluster, "runs/by pbs") / "result.json").exists()
-
-
 @pytest.mark.main_road("| `local.sh` |")
 def test_local_in_the_container(cluster):
     # empty disables a site's value, but NCCL takes it for the name of a network

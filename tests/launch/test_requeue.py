@@ -317,13 +317,13 @@ def test_pbs_says_which_command_goes_on(cluster):
     folder(cluster, "program.py").write_text(PROGRAM)
     env = " ".join(f"{name}={value}" for name, value in NO_CONTAINER.items())
     line = f"exec env {env} {HOME}/launch/pbs_ddp.sh program.py asked\n"
-    qsub = ["qsub", "-l", "select=2:ncpus=2:mpiprocs=2"]
-    number = int(cluster.exec("login", *qsub, user="alice", cwd=HOME, input=line).stdout)
+    options = ["-j", "oe", "-k", "oed", "-l", "select=2:ncpus=2:mpiprocs=2", "-l", "place=scatter"]
+    number = cluster.qsub(*options, cwd=HOME, script=line)
     output = folder(cluster, f"STDIN.o{number}")
     wait_until(lambda: output.exists() and output.read_text().count("polls") == 4)
-    cluster.exec("login", "scancel", "--signal=TERM", "--batch", str(number), user="alice")
+    cluster.exec("login", "qdel", f"{number}.login", user="alice")
     ended = cluster.wait(number)
-    assert (ended.state, ended.exit_code) == ("FAILED", 75)
+    assert (ended.state, ended.exit_code) == ("FAILED", 271 & 255)
     resume = f"echo '{HOME}/launch/pbs_ddp.sh program.py asked --resume runs/x' | qsub"
     assert len(said(output.read_text())) == 1 and said(output.read_text())[0].endswith(resume)
 

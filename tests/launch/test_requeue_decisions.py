@@ -194,11 +194,14 @@ def test_when_ranks_are_to_stop(programs, tmp_path, clocks, before, after, stop,
     assert all(abs(int(a) - b) <= 3 for a, b in zip(done.stdout.split(), (stop, kill), strict=True)), done
 
 
+@pytest.mark.parametrize("scheduler", ["SLURM_JOB_ID", "PBS_JOBID"])
 @pytest.mark.parametrize(("killed", "requeued"), [(True, True), (False, False)])
-def test_a_launcher_that_ends_before_its_ranks_has_not_completed(conclude, slurm, tmp_path, killed, requeued):
+def test_a_launcher_that_ends_before_its_ranks_has_not_completed(
+    conclude, programs, tmp_path, scheduler, killed, requeued
+):
     """mpirun returned 0 after SIGKILL of its daemon on another node, and the job was COMPLETED."""
     rank = ["bash", "-c", "kill -KILL $PPID; exit 0" if killed else "exit 0"]
-    env = slurm | {"HPCTRAIN_CONTROL": f"{tmp_path}/control"}
+    env = programs | {"HPCTRAIN_CONTROL": f"{tmp_path}/control", scheduler: "7"}
     subprocess.run([LAUNCH / "lib/task.sh", "none", "--", *rank], env=env)
     done = conclude(0, "saved")
     assert (done.returncode == 137) == requeued and ("requeue 7\n" in done.stdout) == requeued, done

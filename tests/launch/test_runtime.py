@@ -151,14 +151,15 @@ def test_folders_below_those_of_the_image(in_tmp, below_var):
     for name in ("here", "other/here", "target", "src", "tmp"):
         (below_var / name).mkdir(parents=True)
     (below_var / "link").symlink_to(below_var / "target")
-    (below_var / "cert.pem").touch()
+    for name in ("cert.pem", "nodes"):
+        (below_var / name).touch()
     env = {"CDPATH": f"{below_var}/other", "PYTHONPATH": f"src::{below_var}/none"}
     env |= {"HPCTRAIN_BIND": f"none here {below_var}/link /usr /", "SSL_CERT_FILE": f"{below_var}/cert.pem"}
-    env |= {"TMPDIR": f"{below_var}/tmp", "HOME": str(in_tmp)}
+    env |= {"TMPDIR": f"{below_var}/tmp", "HOME": str(in_tmp), "PBS_NODEFILE": f"{below_var}/nodes"}
     clone = shutil.copytree(LAUNCH, in_tmp / "launch")
     found = {path for path in binds(below_var, clone, **env) if path.startswith("/var")}
     target = f"{below_var}/target"
-    names = ["", "/here", "/src", "/tmp", "/cert.pem"]
+    names = ["", "/here", "/src", "/tmp", "/cert.pem", "/nodes"]
     assert found == {*(f"{below_var}{name}" for name in names), target, f"{target}:{below_var}/link"}
 
 

@@ -10,7 +10,11 @@ launch_with_torchrun() {
             die "the network interface lo of $(hostname) is down, and the ranks meet there: ip link set lo up"
         rendezvous=(--standalone)
     else
-        set_srun 1
+        if [[ -n ${PBS_NODEFILE:-} ]]; then
+            set_mpirun 1
+        else
+            set_srun 1
+        fi
         set_mpi_hint
         rendezvous=(--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$JOB")
         # Otherwise workers share the rendezvous's store: no restart over two nodes recovered (torch 2.13).

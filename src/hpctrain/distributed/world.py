@@ -195,9 +195,10 @@ def _refuse_one_process_in_a_larger_job(env: Mapping[str, str]) -> None:
         try:
             slots = len(Path(env["PBS_NODEFILE"]).read_text().split())
         except OSError as error:
-            raise HpctrainError(
-                f"PBS_NODEFILE cannot be read ({reason(error)}): run this on the first node of the job"
-            ) from error
+            advice = "run this on the first node of the job"
+            if env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER"):
+                advice = 'show it to the image (apptainer exec --bind "$PBS_NODEFILE")'
+            raise HpctrainError(f"PBS_NODEFILE cannot be read ({reason(error)}): {advice}") from error
         if slots > 1:
             raise HpctrainError(
                 f"this PBS job has {slots} slots, but this process was started without mpirun: "
