@@ -33,7 +33,7 @@ from hpctrain.distributed.world import World, detect
 from hpctrain.errors import UsageError
 from hpctrain.run.options import RunOptions
 from hpctrain.run.record import Record
-from hpctrain.training.batches import ResumableBatches, seed_everything, seed_loader
+from hpctrain.training.batches import ResumableBatches, count_examples, seed_everything, seed_loader
 from hpctrain.training.strategies.ddp import settle_buckets
 
 CPU = torch.device("cpu")
@@ -140,6 +140,7 @@ class RunFolder(Checkpoint):
         self._monitor, self._mode = monitor, mode
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run was resumed from
         self._metrics: dict[str, float] = {}  # of the last evaluation
+        self._examples: int | None = None  # of the training set
         self._score: tuple[float, ...] | None = None  # of the epoch
         self._begun = self._must_save = self._saving = self._has_loss = False
         self._last = 0.0  # when the last batch, or a validation after it, was done
@@ -260,6 +261,9 @@ class RunFolder(Checkpoint):
                 "make the Trainer with limit_train_batches"
             )
         self._run.check_steps(self._steps(trainer))  # Lightning starts no epoch that has no batch left
+        before, self._examples = self._examples, count_examples(loader)
+        if before and self._examples and before != self._examples:
+            self._run.print(f"the loader has {self._examples} examples, and had {before} before the resume")
         skip = self._state["step"] * trainer.accumulate_grad_batches if self._state else 0
         # without a batch sampler, the dataset makes the batches (batch_size=None)
         in_lists = loader.batch_sampler is not None
@@ -423,12 +427,12 @@ class RunFolder(Checkpoint):
         seed_everything(self._seed_of_run)  # as in Run: for what follows in the script
 
     def state_dict(self) -> dict[str, Any]:
-        """The last metrics, for the result of a run that is resumed after its last epoch."""
-        return {"metrics": self._metrics}
+        """The last metrics, for the result of a run that is resumed after its last epoch; and its data."""
+        return {"metrics": self._metrics, "examples": self._examples}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See state_dict()."""
-        self._metrics = state_dict["metrics"]
+        self._metrics, self._examples = state_dict["metrics"], state_dict.get("examples")
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
         """Add the weights as the bundled trainers do; the file has each tensor once, under both names."""

@@ -30,8 +30,9 @@ from hpctrain.run.metrics import Metrics
 from hpctrain.run.owner import Owner
 from hpctrain.run.reader import read_metrics, read_record
 from hpctrain.text import absolute, as_given, first_line, say
+from hpctrain.training.batches import count_examples
 
-# In a checkpoint: the states of callbacks that are no ExportableState.
+# In a checkpoint: the number of examples, and the states of callbacks that are no ExportableState.
 CALLBACKS = "callbacks.json"
 # Values of TrainingArguments that do not let a run resume, or not as if nothing had happened.
 REFUSED = {
@@ -73,6 +74,7 @@ class RunFolder(TrainerCallback):
         arguments.restore_callback_states_from_checkpoint = True  # such as that of EarlyStoppingCallback
         self._decisions, self._stopping, self._must_save = Decisions(self._world), False, False
         self._callbacks: list[TrainerCallback] = []  # of the Trainer
+        self._examples: int | None = None  # of the training set
         self._last: dict[str, float] = {}
         self._seconds = 0.0
         self._asked = arguments.num_train_epochs, arguments.max_steps
@@ -167,8 +169,14 @@ class RunFolder(TrainerCallback):
             self._last |= _read_logs(logs)
         handler = sys._getframe(1).f_locals.get("self")  # a callback is not told of the others
         self._callbacks = getattr(handler, "callbacks", [])
-        if self.checkpoint:
-            self._callbacks.append(_Restore(Path(self.checkpoint, CALLBACKS), self._callbacks))
+        self._examples = count_examples(objects["train_dataloader"])
+        path = Path(self.checkpoint or "", CALLBACKS)
+        saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if saved:
+            self._callbacks.append(_Restore(saved["states"], self._callbacks))
+        if saved and saved["examples"] != self._examples:
+            before = saved["examples"]
+            self._print(f"the data have {self._examples} examples, and had {before} before the resume")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
@@ -211,7 +219,8 @@ class RunFolder(TrainerCallback):
             if self._world.rank == 0:
                 self._owner.check()
                 try:
-                    atomic.write_text(path / CALLBACKS, json.dumps(_read_states(self._callbacks)) + "\n")
+                    saved = {"examples": self._examples, "states": _read_states(self._callbacks)}
+                    atomic.write_text(path / CALLBACKS, json.dumps(saved) + "\n")
                     for part in path.rglob("*"):
                         atomic.sync(part)
                     digests.write_digests(path)
@@ -284,8 +293,8 @@ class _Restore(TrainerCallback):
     In the middle of an epoch, their on_epoch_begin() had been called before that.
     """
 
-    def __init__(self, path: Path, callbacks: list[TrainerCallback]) -> None:
-        self._path, self._callbacks, self._is_due = path, callbacks, path.exists()
+    def __init__(self, states: list[tuple[str, dict[str, Any]]], callbacks: list[TrainerCallback]) -> None:
+        self._states, self._callbacks, self._is_due = states, callbacks, True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
@@ -301,8 +310,7 @@ class _Restore(TrainerCallback):
         if not self._is_due:
             return
         self._is_due = False
-        saved = json.loads(self._path.read_text(encoding="utf-8"))
-        for callback, (name, values) in zip(_list_others(self._callbacks), saved, strict=False):
+        for callback, (name, values) in zip(_list_others(self._callbacks), self._states, strict=False):
             if type(callback).__name__ == name:
                 vars(callback).update(values)
 

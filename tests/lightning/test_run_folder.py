@@ -231,7 +231,7 @@ def test_lightning_refuses_what_could_not_be_resumed(tmp_path):
     rank = warm_start.Rank([], dict(os.environ), setup=partial(run_script, tmp_path / "script.py"))
     done = warm_start.run([rank], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "trained run/checkpoints/epoch-0001.pt\n" in done.stdout
+    assert f"trained {tmp_path}/run/checkpoints/epoch-0001.pt\n" in done.stdout
     refused = [line for line in done.stdout.splitlines() if line.startswith("refused: ")]
     advice = [
         "ckpt_path=folder.ckpt_path",
@@ -272,14 +272,15 @@ def fit(tmp_path, monkeypatch):
     quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
     number = count()
 
-    def fit(loader, callbacks=(), **options):
-        folder = tmp_path / str(next(number))
+    def fit(loader, callbacks=(), folder=None, **options):
+        folder = folder or RunFolder(tmp_path / str(next(number)))
         trainer = Trainer(
-            max_epochs=1, accelerator="cpu", devices=1, **quiet, **options,
-            callbacks=[RunFolder(folder), *callbacks], plugins=[WorldEnvironment(ALONE)],
+            accelerator="cpu", devices=1, **quiet, **{"max_epochs": 1} | options,
+            callbacks=[folder, *callbacks], plugins=[WorldEnvironment(ALONE)],
         )  # fmt: skip
-        trainer.fit(Losses(), loader)
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        trainer.fit(Losses(), loader, ckpt_path=folder.ckpt_path)
+        lines = (folder._run.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
     yield fit
     signal.signal(signal.SIGTERM, before)
@@ -304,6 +305,20 @@ def test_a_batch_that_is_none_is_left_out(fit):
     examples = torch.tensor([NAN, 2, 3, 7, 5])
     loader = DataLoader(examples, collate_fn=lambda batch: None if batch[0].isnan() else torch.stack(batch))
     assert [line["train_loss"] for line in fit(loader, accumulate_grad_batches=4)] == [4, 5]
+
+
+@pytest.mark.parametrize("examples", [4, 6])
+def test_a_script_changes_its_folder_and_its_data(fit, tmp_path, monkeypatch, capsys, examples):
+    (tmp_path / "local").mkdir()
+    for epochs, number in ((1, 4), (2, examples)):
+        monkeypatch.chdir(tmp_path)
+        folder = RunFolder("run")
+        monkeypatch.chdir(tmp_path / "local")
+        fit(DataLoader(torch.ones(number)), folder=folder, max_epochs=epochs)
+    assert not [*(tmp_path / "local").iterdir()] and (tmp_path / "run/result.json").exists()
+    told = f"the loader has {examples} examples, and had 4 before the resume"
+    printed = capsys.readouterr().out
+    assert (told in printed) == (examples != 4) and "resuming after epoch 1 of run/checkpoints/" in printed
 
 
 class Endless:

@@ -25,7 +25,7 @@ class KillAt:
         self.moment, self.numbers = moment, itertools.count(1)
 
     def __call__(self):
-        fsync = os.fsync
+        fsync, self.file = os.fsync, Path("moments").absolute()
 
         def sync(descriptor):
             self.count()
@@ -36,7 +36,7 @@ class KillAt:
 
     def count(self, *_):
         number = next(self.numbers)  # a thread writes the checkpoints
-        Path("moments").write_text(str(number))
+        self.file.write_text(str(number))
         if number == self.moment:
             os.kill(os.getpid(), signal.SIGKILL)
 

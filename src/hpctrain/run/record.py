@@ -83,14 +83,18 @@ class Record:
         if isinstance(options, argparse.Namespace):
             options = RunOptions.from_args(vars(options))
         self.world = world
-        found: list[str | None] = []
+        found: list[Any] = []
         with all_or_none(world):
             if world.rank == 0:
                 own_folder, newest, owner = prepare_folder(trainer, options)
-                places = [as_given(str(path)) if path else None for path in (own_folder, newest)]
-                found = [*places, owner.id]
-        folder, resume_from, owner_id = broadcast(world, found)
-        self.folder, self.resume_from = absolute(folder), resume_from and absolute(resume_from)
+                of_source = newest is not None and newest.parent.parent != own_folder
+                found = [as_given(str(own_folder)), newest and newest.name, of_source, owner.id]
+        # Paths are those of this rank, which may have another name for the same file system.
+        folder, name, of_source, owner_id = broadcast(world, found)
+        is_known = options.out or options.source
+        self.folder = options.choose_folder(trainer) if is_known else absolute(folder)
+        place = options.source if of_source and options.source else self.folder
+        self.resume_from = place / "checkpoints" / name if name else None
         self._owner = owner if world.rank == 0 else Owner(self.folder, owner_id)
         with all_or_none(world):
             self._log = open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log", world)

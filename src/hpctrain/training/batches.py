@@ -350,6 +350,12 @@ def seed_step(seed: int, epoch: int, step: int, world: World) -> None:
     seed_everything(hash((seed, epoch, step, world.rank)))
 
 
+def count_examples(loader: Any) -> int | None:
+    """The examples of the data set of a loader; None for a stream."""
+    dataset: Any = getattr(loader, "dataset", None)
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
 def seed_everything(number: int) -> None:
     """Seed torch, random and, if it is imported, numpy."""
     seed_torch(number)

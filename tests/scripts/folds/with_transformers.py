@@ -1,5 +1,6 @@
 """Cross validation with a Trainer of transformers: three runs, and work after them."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -52,6 +53,7 @@ def train(fold: int) -> nn.Module:
         save_steps=2, **more,
     )  # fmt: skip
     folder = RunFolder(arguments)
+    os.chdir("local")  # as to the data on the node's disk
     callbacks = [folder, *([EndAfter(2)], [EarlyStoppingCallback(2)], [])[fold]]
     data = Sentences(TOKENS)
     numbers = [number for number in range(24) if number % 3 != fold]
@@ -59,9 +61,11 @@ def train(fold: int) -> nn.Module:
     data_sets = {"train_dataset": Subset(data, numbers), "eval_dataset": held_out}
     trainer = Trainer(model, arguments, callbacks=callbacks, **data_sets)
     trainer.train(resume_from_checkpoint=folder.checkpoint)
+    os.chdir("..")
     return model
 
 
+Path("local").mkdir(exist_ok=True)
 torch.manual_seed(0)
 models = [train(fold).eval() for fold in range(3)]
 answer = sum(model(TOKENS).logits.double().sum().item() for model in models) + torch.rand(1).item()
