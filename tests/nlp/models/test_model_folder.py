@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import metadata_load
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
@@ -270,3 +273,161 @@ def test_sentencepiece_that_is_not_installed_is_named(tmp_path, monkeypatch):
     (tmp_path / "sentencepiece.bpe.model").write_bytes(b"\x0a\x0e\x0a")
     with pytest.raises(HpctrainError, match=r"is one of sentencepiece, which is not installed: install"):
         load_tokenizer(tmp_path)
+
+
+DOUBLING = [normalizers.Replace("a", "aa")] * 40
+GROWING = {
+    "normalizer": [
+        normalizers.Sequence(DOUBLING),
+        normalizers.Sequence([normalizers.Sequence(DOUBLING)]),
+        normalizers.Sequence([normalizers.Replace("a", "bb"), normalizers.Replace("b", "aa")] * 20),
+        normalizers.Replace(Regex("."), "b" * 2000),
+        normalizers.Prepend("a" * 10**5),
+    ],
+    "decoder": [decoders.Sequence([decoders.Replace("a", "aa")] * 40)],
+    "post_processor": [
+        processors.TemplateProcessing(
+            single="<|pad|> " * 5000 + "$A", pair="$A $B", special_tokens=[("<|pad|>", 1)]
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("part", GROWING)
+def test_a_tokenizer_that_grows_its_text_is_refused(gpt2, tmp_path, part):
+    """The 40 steps of the first make 10^12 characters of one, and the process is killed."""
+    folder = shutil.copytree(gpt2, tmp_path / "model")
+    (folder / "SHA256SUMS").unlink()
+    backend = Tokenizer.from_file(str(gpt2 / "tokenizer.json"))
+    for value in GROWING[part]:
+        setattr(backend, part, value)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        backend.save(str(folder / "tokenizer.json"))
+        with pytest.raises(HpctrainError, match=r"model: its tokenizer .* over 1,000 .*: use another model$"):
+            load_tokenizer(folder)
+
+
+def test_a_tokenizer_of_many_small_replacements_is_used(gpt2, tmp_path):
+    """As those that write ligatures as letters: no step replaces what another one has written."""
+    folder = shutil.copytree(gpt2, tmp_path / "model")
+    (folder / "SHA256SUMS").unlink()
+    backend = Tokenizer.from_file(str(gpt2 / "tokenizer.json"))
+    steps = [normalizers.Replace(chr(0x100 + i), "ss") for i in range(40)]
+    blanks = [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), "▁"), normalizers.Prepend("▁")]
+    backend.normalizer = normalizers.Sequence([*steps, *blanks])
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    assert load_tokenizer(folder)("a b")["input_ids"]
+
+
+# --- transformers 4 ---
+
+SMALL = {
+    "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.5,
+}  # fmt: skip
+PART = {"rope_theta": 9000.0, "partial_rotary_factor": 0.5, "rope_type": "default"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+BY_LAYER = {
+    "full_attention": {"rope_theta": 9000.0, "rope_type": "default"},
+    "sliding_attention": {"rope_theta": 700.0, "rope_type": "default"},
+}
+LINEAR = BY_LAYER | {"full_attention": {"rope_theta": 9000.0, "rope_type": "linear", "factor": 4.0}}
+# A class of configurations, its rope_parameters, and what transformers 4 reads for them.
+ROTARY = {
+    "LlamaConfig": (YARN | {"rope_theta": 9000.0}, {"rope_theta": 9000.0, "rope_scaling": YARN}),
+    "StableLmConfig": (PART, {"rope_theta": 9000.0, "partial_rotary_factor": 0.5}),
+    "GPTNeoXConfig": (PART, {"rotary_emb_base": 9000.0, "rotary_pct": 0.5}),
+    "ModernBertConfig": (BY_LAYER, {"global_rope_theta": 9000.0, "local_rope_theta": 700.0}),
+    "Gemma3TextConfig": (
+        LINEAR,
+        {"rope_theta": 9000.0, "rope_local_base_freq": 700.0,
+         "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "BertConfig": (None, {}),
+}  # fmt: skip
+
+
+def make_config(name):
+    rope = ROTARY[name][0]
+    return getattr(transformers, name)(**SMALL, **({"rope_parameters": rope} if rope else {}))
+
+
+@pytest.fixture
+def tokenizer(gpt2):
+    """One without a class of its own, as that of Llama 3."""
+    backend = Tokenizer.from_file(str(gpt2 / "tokenizer.json"))
+    special = {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|user|>"]}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_a_model_has_the_names_that_transformers_4_reads(tokenizer, tmp_path, name):
+    """The tokenizer could not be loaded, and rotary embeddings had the default base, without a word."""
+    config = make_config(name)
+
+    class Model:
+        def save_pretrained(self, folder):
+            config.save_pretrained(folder)
+            save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+
+    folder = tmp_path / "model"
+    save_model(folder, Model(), tokenizer, "", tokenizer.backend_tokenizer.to_str())
+    found = json.loads((folder / "config.json").read_text())
+    names = set().union(*(expected for _, expected in ROTARY.values()))
+    assert {key: found[key] for key in names & found.keys()} == ROTARY[name][1]
+    again = transformers.AutoConfig.from_pretrained(folder)
+    assert getattr(again, "rope_parameters", None) == getattr(config, "rope_parameters", None)
+    for part, special in ((folder, ["<|user|>"]), (folder / "pipeline_tokenizer", None)):
+        settings = json.loads((part / "tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert settings.get("additional_special_tokens") == special
+        again = transformers.AutoTokenizer.from_pretrained(part)
+        assert type(again) is transformers.PreTrainedTokenizerFast
+        assert ("<|user|>" in again.all_special_tokens) == bool(special)
+
+
+LOAD = """
+import sys, torch, transformers
+from pathlib import Path
+print(transformers.__version__)
+for folder in Path(sys.argv[1]).iterdir():
+    for tokenizer in (folder, folder / "pipeline_tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+        assert tokenizer.decode(tokenizer("a b")["input_ids"]) == "a b", tokenizer
+    assert "<|user|>" in transformers.AutoTokenizer.from_pretrained(folder).all_special_tokens
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        found = model(input_ids=torch.arange(40)[None]).last_hidden_state
+    difference = (found - torch.load(folder / "output.pt")).abs().max().item()
+    assert difference < 1e-5, (folder, difference)
+"""
+
+
+@pytest.mark.slow
+def test_transformers_4_loads_a_model_with_the_same_outputs(tokenizer, tmp_path):
+    """An earlier release, from PyPI in a folder of its own, before those of the environment."""
+    packages = ["transformers==4.57.3", "tokenizers==0.22.1", "huggingface_hub==0.36.0"]
+    where = ["--no-deps", "--target", str(tmp_path / "old")]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", *where, *packages]
+    if subprocess.run(pip, check=False).returncode:
+        pytest.skip("transformers 4 cannot be installed: no PyPI")
+    (tmp_path / "load.py").write_text(LOAD)
+    for name in ROTARY:
+        folder, model = (
+            tmp_path / "models" / name,
+            transformers.AutoModel.from_config(make_config(name)).eval(),
+        )
+        save_model(folder, model, tokenizer, "", tokenizer.backend_tokenizer.to_str())
+        with torch.no_grad():
+            output = model(input_ids=torch.arange(40)[None]).last_hidden_state
+        torch.save(output, folder / "output.pt")
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "old")}
+    done = subprocess.run(
+        [sys.executable, "load.py", "models"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("4.57.3\n"), done.stderr[-3000:]

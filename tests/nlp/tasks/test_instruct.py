@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pandas
@@ -10,7 +12,8 @@ from transformers import AutoTokenizer
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.data.splits import load_splits
-from hpctrain.nlp.models import scratch
+from hpctrain.nlp.models import limits, scratch
+from hpctrain.nlp.models.limits import LimitError
 from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_columns
 from hpctrain.nlp.task import IGNORED
@@ -118,6 +121,55 @@ def test_a_template_that_cannot_be_used_is_one_line(tokenizer, monkeypatch, temp
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(HpctrainError, match=message):
         TASK.tokenize(tokenizer, [replace(TWO_TURNS, location="line 3")], [], 64, 0)
+
+
+def grow(start, step):
+    """A template that computes `step` of x 99 times."""
+    each = f"{{% for i in range(99) %}}{{% set ns.x = {step.replace('x', 'ns.x')} %}}{{% endfor %}}"
+    return f"{{% set ns = namespace(x={start}) %}}{each}{{{{ ns.x }}}}"
+
+
+# Programs without an end, or for any memory: chat templates of a model that somebody has made.
+TEXTS_WITHOUT_END = {
+    "a long text": "{{ 'a' * 99999999999 }}",
+    "a filter": "{{ 'a'|center(99999999999) }}",
+    "a format": "{{ '%99999999999d' % 1 }}",
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "megabytes": "{{ 'a' * 9999999 }}",
+}
+LOOPS_WITHOUT_END = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(99) }}",
+    "a text that doubles": grow("'a'", "x ~ x"),
+    "a list that doubles": grow("[1]", "x + x"),
+    "a number that doubles": grow("9", "x * x"),
+}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *(pytest.param(text, id=name) for name, text in TEXTS_WITHOUT_END.items()),
+        *(pytest.param(text, id=name, marks=pytest.mark.slow) for name, text in LOOPS_WITHOUT_END.items()),
+    ],
+)
+def test_a_template_without_an_end_is_one_line(tokenizer, monkeypatch, template):
+    """In a training of many conversations, and in predict and serve, in another thread."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    tasks = [
+        lambda: TASK.tokenize(tokenizer, [TWO_TURNS] * 1000, [], 64, 0),
+        lambda: TASK.encode_prompts(tokenizer, ["가"]),
+    ]
+    with ThreadPoolExecutor(1) as threads:
+        for call in (tasks[0], threads.submit(tasks[1]).result):
+            with pytest.raises(LimitError, match=r"model: its chat template .*: use another model") as error:
+                call()
+            assert "\n" not in str(error.value)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    monkeypatch.setattr(tokenizer, "chat_template", f"**{CHATML}**")  # bold, in Markdown
+    assert TASK.encode_prompts(tokenizer, ["가"])
 
 
 def test_what_is_too_long_is_truncated_or_left_out(tokenizer):

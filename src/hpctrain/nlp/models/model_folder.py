@@ -42,6 +42,13 @@ WEIGHTS = (
     "adapter_model.safetensors",
 )  # fmt: skip
 
+# The names that transformers 4 has for the bases of rotary embeddings, and for the part of a head that turns.
+ROPE_NAMES = {"global": "rope_theta", "local": "rope_local_base_freq", "partial": "partial_rotary_factor"}
+ROPE_NAMES_OF = {
+    "gpt_neox": {"global": "rotary_emb_base", "partial": "rotary_pct"},
+    "modernbert": {"global": "global_rope_theta", "local": "local_rope_theta"},
+}
+
 
 def validate_folder(folder: Path) -> Path:
     """Return the folder if its configuration and weights are complete; else HpctrainError says what is not.
@@ -244,6 +251,7 @@ def save_model(
             tokenizer.save_pretrained(unfinished)
             if pipeline_tokenizer:
                 _save_pipeline_tokenizer(unfinished / "pipeline_tokenizer", tokenizer, pipeline_tokenizer)
+            _write_for_transformers_4(unfinished)
             if card:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
             # safetensors makes files that only the owner may read
@@ -274,6 +282,58 @@ def _save_pipeline_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerFast",
     )
     second.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+
+
+def _write_for_transformers_4(folder: Path) -> None:
+    """Give a folder of transformers 5 the names that transformers 4, vLLM and llama.cpp look for, as well.
+
+    They do not know TokenizersBackend, the new name of PreTrainedTokenizerFast. And without `rope_theta` they
+    compute rotary embeddings with the default of the architecture, and other outputs without a word.
+    """
+    path = folder / "config.json"
+    config = read_json_object(path)
+    _add_rope_names(config)
+    _write_json(path, config)
+    for path in folder.rglob("tokenizer_config.json"):
+        settings = read_json_object(path)
+        if isinstance(settings.get("extra_special_tokens"), list):
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+        if settings.get("tokenizer_class") == "TokenizersBackend":
+            _write_json(path, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+            # for some architectures, transformers 5 takes a class of its own then
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, local_files_only=True)
+            if type(tokenizer) is transformers.PreTrainedTokenizerFast:
+                continue
+        _write_json(path, settings)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as transformers does."""
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _add_rope_names(config: dict[str, Any]) -> None:
+    """Add what `rope_parameters` says under its earlier names."""
+    for key, part in config.items():
+        if isinstance(part, dict) and key.endswith("_config"):  # such as text_config
+            _add_rope_names(part)
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    whole, local = rope.get("full_attention") or rope, rope.get("sliding_attention") or {}
+    names = ROPE_NAMES | ROPE_NAMES_OF.get(config.get("model_type", ""), {})
+    for part, key, name in (
+        (whole, "rope_theta", names["global"]),
+        (whole, "partial_rotary_factor", names["partial"]),
+        (local, "rope_theta", names["local"]),
+    ):
+        if key in part:
+            config[name] = part[key]
+    if whole.get("rope_type", "default") != "default":
+        config["rope_scaling"] = {
+            key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")
+        }
 
 
 def describe_error(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from transformers.utils.import_utils import is_sentencepiece_available
 from hpctrain.errors import HpctrainError, panics_as_errors
 from hpctrain.files.digests import check_digests
 from hpctrain.files.plain import refuse_pointer
+from hpctrain.nlp.models.limits import refuse_growth
 from hpctrain.nlp.models.model_folder import (
     check_sizes,
     describe_error,
@@ -71,6 +72,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             f"{folder}: no tokenizer in it ({' or '.join(files)}): "
             "copy it from the model that this one is based on"
         )
+    refuse_growth(folder, tokenizer.backend_tokenizer)
     if not isinstance(tokenizer.model_max_length, int | float):
         raise HpctrainError(
             f"{folder}: the model_max_length of its tokenizer is {tokenizer.model_max_length!r}, not a "

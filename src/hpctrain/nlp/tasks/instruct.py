@@ -19,10 +19,12 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
+from hpctrain.nlp.models.limits import MAX_GROWTH, LimitError, limited, refuse_powers
 from hpctrain.nlp.task import IGNORED, Example
 from hpctrain.nlp.tasks.generate import LanguageModelTask
 from hpctrain.text import first_line
 
+MAX_TEMPLATE = 1_000_000  # characters that a chat template may add
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 # The template of tokenizers without one, saved with the model. An answer ends with the end-of-text token.
@@ -96,6 +98,8 @@ class Instruct(LanguageModelTask[Conversation]):
         for i, example in enumerate(examples):
             try:
                 rendered[i] = render(tokenizer, example)
+            except LimitError:
+                raise
             except HpctrainError as error:
                 refused.append(error.with_traceback(None))
                 lost.append(i)
@@ -272,13 +276,18 @@ def _apply(
     location: str = "TEXT",
 ) -> str:
     """The messages in the chat template, with the beginning of an answer if wanted."""
+    template, given = f"{tokenizer.name_or_path}: its chat template", sum(len(text) for _, text in messages)
     try:
-        text = tokenizer.apply_chat_template(
-            [{"role": role, "content": text} for role, text in messages],
-            chat_template=tokenizer.chat_template or TEMPLATE,
-            tokenize=False,
-            add_generation_prompt=answer,
-        )
+        refuse_powers(template, tokenizer.chat_template or TEMPLATE)
+        with limited(template):
+            text = tokenizer.apply_chat_template(
+                [{"role": role, "content": text} for role, text in messages],
+                chat_template=tokenizer.chat_template or TEMPLATE,
+                tokenize=False,
+                add_generation_prompt=answer,
+            )
+    except LimitError:
+        raise
     except Exception as error:  # templates of models raise exceptions of many kinds
         raise HpctrainError(
             f"{location}: the chat template of the tokenizer refuses this conversation "
@@ -286,6 +295,11 @@ def _apply(
             "or change chat_template.jinja in the folder of --model"
         ) from error
     assert isinstance(text, str)  # because of tokenize=False
+    if len(text) > MAX_TEMPLATE + MAX_GROWTH * given:
+        raise LimitError(
+            f"{template} makes {len(text):,} characters of a conversation of {given:,}: "
+            "use another model, or correct it"
+        )
     return text
 
 
