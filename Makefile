@@ -25,7 +25,7 @@ HOST_PACKAGES = curl python3 $(if $(APPTAINER),mmdebstrap) \
 
 BEGAN := $(shell date +%s)
 
-.PHONY: help docs demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .no-apptainer .prefix \
+.PHONY: help docs demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak mutants .room .no-apptainer .prefix \
     .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check audit clean
 .DELETE_ON_ERROR:
 
@@ -71,6 +71,9 @@ faults: venv sif cluster .test-tools  ## let every fault of tests/tools/faults.p
 
 soak: venv sif cluster  ## train for MINUTES=20 with a random fault each minute; SEED=1
 	.venv/bin/python tests/tools/faults.py --soak $(or $(MINUTES),20) --seed $(or $(SEED),1)
+
+mutants: venv .test-tools  ## make mistakes, one at a time, and see whether tests notice; ONLY=run/best.py; takes half an hour
+	.venv/bin/python tests/tools/mutants.py $(if $(ONLY),--only '$(ONLY)')
 
 lint: venv  ## run ruff, mypy, shellcheck and the other checks of source files
 	.venv/bin/python -m pytest -q tests/test_lint.py tests/test_options.py

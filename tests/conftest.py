@@ -1,6 +1,7 @@
 """Shared fixtures: the real data, the image, and a test cluster with the project in a user's home folder."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,6 +95,16 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Give the second try of a test a cluster of its own, where no job of the first one runs."""
     if item.stash.get(FAILED, False) and item.get_closest_marker("flaky"):
         item.session._setupstate.teardown_exact(None)  # as pytest does after the last test
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_curves(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Draw curves.png, which takes half the time of a small run, where a test looks at it."""
+    record = sys.modules.get("hpctrain.run.record")
+    with pytest.MonkeyPatch.context() as patch:
+        if record and "curves.png" not in Path(request.module.__file__).read_text():
+            patch.setattr(record, "try_to_plot", lambda folder: None)
+        yield
 
 
 @pytest.fixture(scope="session")

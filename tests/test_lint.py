@@ -412,6 +412,7 @@ def test_another_loop_is_found(lines, find):
     assert not [*find(ast.parse("for epoch in run.epochs(3, fixed=True): pass"))]
 
 
+@cache
 def defined(module):
     """The names of a module: what it defines and imports, its submodules, and what `hpctrain` looks up."""
     names = {name.rpartition(".")[2] for name in SOURCES if name.rpartition(".")[0] == module}

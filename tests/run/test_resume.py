@@ -320,7 +320,8 @@ def test_a_start_that_ends_by_an_error_does_not_look_as_if_it_ran(tmp_path):
 def test_a_loss_that_is_not_finite_is_in_no_checkpoint(tmp_path):
     """It is noticed before the next line of metrics."""
     options = ["--lr", "1e30", "--checkpoint-every", "1", "--batch-size", "8", "--out", "run"]
-    done = run(1, "train_ddp", *options, cwd=tmp_path)  # 179 steps, with a line after 36
+    write_digits(tmp_path / "digits", 160, 8)  # 20 steps, with a line after 4
+    done = run(1, "train_ddp", "--data", "digits", *options, cwd=tmp_path)
     error = r"train_loss is nan at epoch 1, step [2-5], since step [2-5] .*: training diverged"
     assert done.returncode == 1 and re.search(error, done.stderr), done
     for path in (tmp_path / "run/checkpoints").iterdir():
