@@ -131,6 +131,7 @@ def examples(dataset=None, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_a_loader_gives_the_same_examples_with_any_number_of_workers_and_after_a_resume():
     whole = examples()
     assert (
@@ -152,6 +153,7 @@ def add_random(batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Numbers, AtOnce])
+@pytest.mark.main_road
 def test_random_numbers_of_collating_depend_on_the_batch_alone(dataset):
     def collated(**options):
         options = {"batch_size": 4, "seed": 1, "epoch": 1, "world": ALONE} | options

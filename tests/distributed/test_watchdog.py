@@ -103,6 +103,7 @@ def stop_all(watchdog, rank):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_a_job_without_a_step_ends_and_says_where_each_rank_was(tmp_path):
     statuses, logs = finish(start(2, tmp_path, hang_on_rank_1), tmp_path, ends=[0])
     assert statuses[0] == 1
@@ -155,6 +156,7 @@ def test_a_file_system_that_stalls_is_no_alarm(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("behave", "lost", "watchers"), [(stop_rank_1, 1, [0]), (stop_rank_0, 0, [1, 2])])
+@pytest.mark.main_road
 def test_a_rank_that_is_stopped_ends_the_job_and_is_named(tmp_path, behave, lost, watchers):
     statuses, logs = finish(start(3, tmp_path, behave), tmp_path, ends={0, 1, 2} - {lost})
     message = rf"hpctrain: error: rank {lost} on \S+ has not answered for 6 s: look at its node"
@@ -178,6 +180,7 @@ def test_a_node_that_may_be_dead_is_left_to_the_scheduler_first(tmp_path, behave
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_a_job_that_is_suspended_as_a_whole_is_no_alarm(tmp_path):
     """As by scontrol suspend, or when a laptop sleeps."""
     started = start(2, tmp_path, stop_all)

@@ -245,6 +245,20 @@ def test_a_print_is_in_the_log_when_the_job_is_killed(shell):
     assert what_a_rank_got(buffered)[2]["PYTHONUNBUFFERED"] == ""
 
 
+def test_the_world_is_that_of_the_nodes_without_spare_ones(programs, tmp_path):
+    """GPUs that are asked for the whole job are those of all nodes. NCCL takes an empty value for a name."""
+    helpers.put(
+        tmp_path,
+        scontrol='[ "$2" != hostnames ] || printf "n%s\\n" 1 2 3 4',
+        squeue=r"""case $* in *tres-per-job*) printf "%400s%-400s%400s" "" gres/gpu:8 "" ;; esac""",
+    )
+    env = programs | {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x4)", "NCCL_NET": ""}
+    script = "OPTION[spare-nodes]=1 OPTION[dry-run]=1; read_slurm_job; "
+    script += "echo ${HOSTS[*]}, $GPUS GPUs, $HPCTRAIN_WORLD_SIZE ranks, ${NCCL_NET-unset}"
+    done = helpers.library(script, **env)
+    assert done.stdout.splitlines()[-1] == "n1 n2 n3, 2 GPUs, 6 ranks, unset", done
+
+
 @pytest.mark.parametrize(
     ("granted", "tasks", "asked", "threads", "warning"),
     [

@@ -194,6 +194,25 @@ def test_when_ranks_are_to_stop(programs, tmp_path, clocks, before, after, stop,
     assert all(abs(int(a) - b) <= 3 for a, b in zip(done.stdout.split(), (stop, kill), strict=True)), done
 
 
+def test_when_ranks_of_pbs_are_to_stop(programs, tmp_path):
+    script = "request_stop >&2; echo $((STOP_AT - SECONDS)) $((KILL_AT - SECONDS))"
+    done = library(f"HPCTRAIN_CONTROL={tmp_path} WALLTIME=1800 SECONDS=1700; {script}", **programs)
+    stop, kill = map(int, done.stdout.split())
+    assert abs(stop) <= 3 and abs(kill - 66) <= 3, done
+
+
+@pytest.mark.parametrize(
+    ("left", "then"), [("1 3", "n1 n3 0 1"), ("2 3 4", "n2 n3 1 1"), ("1", "n1 n2 1"), ("1 2 3", "n1 n2 1")]
+)
+def test_spare_nodes_take_the_place_of_those_that_failed(programs, tmp_path, left, then):
+    """If there are enough, and only then."""
+    stubs = "is_current() { :; }; export_job_env() { :; }; use_launcher() { :; }; set_command() { :; }"
+    facts = f"HPCTRAIN_CONTROL={tmp_path} NODES=2 SPARE_NODES=1 HOSTS=(n1 n2) LAUNCHER_USED=()"
+    script = f"nodes_left() {{ printf 'n%s\\n' {left}; }}; {stubs}; {facts}; replace_nodes >&2 || true"
+    done = library(f"{script}; echo ${{HOSTS[*]}} $SPARE_NODES ${{SLURM_RESTART_COUNT:-}}", **programs)
+    assert done.stdout.strip() == then, done
+
+
 @pytest.mark.parametrize("scheduler", ["SLURM_JOB_ID", "PBS_JOBID"])
 @pytest.mark.parametrize(("killed", "requeued"), [(True, True), (False, False)])
 def test_a_launcher_that_ends_before_its_ranks_has_not_completed(

@@ -531,6 +531,7 @@ def test_the_checkpoint_of_the_lowest_loss_or_the_highest_score_is_kept(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_the_weights_are_read_back(tmp_path):
     """Of one model, and of several by their names."""
     for shape in (plain, two_optimizers):

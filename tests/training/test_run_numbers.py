@@ -441,6 +441,7 @@ train_shared(*sys.argv[2:4], int(sys.argv[4]))
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_a_sharded_model_has_the_numbers_of_ddp_and_is_resumed_on_other_ranks(tmp_path):
     """Ranks differ in their number of batches to evaluate, and some have none."""
     (tmp_path / "script.py").write_text(SHARED)

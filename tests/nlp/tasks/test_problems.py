@@ -187,6 +187,7 @@ def test_models_are_trained_further_and_tested_again(many, number, colors, simil
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_two_ranks_and_parts_give_the_same_losses(similar, colors, config, tmp_path):
     of_classes = ("--problem", "multi-label", "--columns", "label=label", "--batch-size", 8)
     for task, parts, options in (

@@ -110,17 +110,7 @@ def test_the_metric_that_selects_the_best_epoch_comes_first(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_learning_rate_rises_to_its_peak_then_falls_to_zero(trained):
-    rates = [line["learning_rate"] for line in metrics(trained) if "learning_rate" in line]
-    top = rates.index(max(rates))
-    assert 1e-3 < rates[top] <= 2e-3 and top < len(rates) // 2
-    assert rates[: top + 1] == sorted(set(rates[: top + 1])) and rates[top:] == sorted(
-        set(rates[top:]), reverse=True
-    )
-    assert rates[-1] < 0.1 * rates[top]
-
-
-@pytest.mark.slow
+@pytest.mark.main_road
 def test_accumulate_does_not_change_losses_and_scores(trained, config, tmp_path):
     """Neither of classes, nor if the loss is a mean over tokens and the parts differ in their number."""
     in_parts = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--accumulate", 4)
@@ -148,6 +138,7 @@ def test_batch_size_is_global(trained):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_bf16_reaches_the_loss_of_fp32(trained, config, tmp_path):
     """With a fused optimizer and gradients that are clipped."""
     half = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--precision", "bf16")
@@ -272,6 +263,7 @@ def test_other_parts_of_a_batch_go_on_within_an_epoch(earlier, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_saved_model_is_the_epoch_with_the_best_validation_score(tmp_path):
     """With a learning rate that is far too high, the last epoch is not the best."""
     run = train("classify", tmp_path / "run", "--epochs", 3, "--batch-size", 8, "--lr", 5e-3)

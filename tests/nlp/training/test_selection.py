@@ -153,6 +153,7 @@ def find_best(run):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_training_ends_after_epochs_without_a_better_score(stopped):
     best, last = find_best(stopped)
     assert best > 1 and last == best + 2 < 12
@@ -179,6 +180,7 @@ def test_patience_does_not_change_what_is_trained_until_then(stopped, config, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["within an epoch", "after the best epoch", "after the last epoch"])
+@pytest.mark.main_road
 def test_resumed_run_stops_at_the_same_epoch(cut, stopped, config, tmp_path):
     """It counts the epochs before the cut, too. After the last epoch there is nothing to train."""
     best, last = find_best(stopped)
