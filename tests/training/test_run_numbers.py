@@ -4,7 +4,9 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -355,6 +357,29 @@ def test_a_checkpoint_of_a_trainer_with_a_loop_of_its_own_is_resumed(tmp_path, p
     assert result_of(tmp_path / "run")["epochs"] == 2
 
 
+def test_random_numbers_before_the_batches_of_an_epoch_depend_on_seed_and_epoch(tmp_path):
+    """As those that choose what an epoch is about: a resumed run draws them again."""
+
+    def draw(folder, number, **options):
+        drawn = []
+        with suppress(KeyboardInterrupt), open_run(tmp_path / folder, **options) as run:
+            model = run.prepare(nn.Linear(4, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.track(model=model, optimizer=optimizer)
+            for epoch in run.epochs(3):
+                drawn.append(torch.rand(1).item())
+                if epoch > number:
+                    raise KeyboardInterrupt
+                for points, labels in run.batches(Points(), 20):
+                    by_run(run, model, optimizer, cross_entropy(model(points), labels))
+                    run.step(torch.tensor(1.0))
+        return drawn
+
+    whole = draw("whole", 3)
+    assert draw("cut", 1) == whole[:2] and draw("cut", 3) == whole[1:] and len({*whole}) == 3
+    assert not {*draw("other", 3, seed=2)} & {*whole}
+
+
 # ---- evaluations and shared models ----
 
 
@@ -431,6 +456,35 @@ def train_shared(folder, strategy, last):
                 if last and run.global_step == last:
                     os.kill(os.getpid(), signal.SIGKILL)
             run.score(mean_loss=number_examples(run, model, 1))
+
+
+BUFFERS = """
+import torch, hpctrain
+torch.manual_seed(0)
+with hpctrain.Run("mine", out="run", watchdog=0) as run:
+    model = run.prepare(torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for _ in run.epochs(1):
+        for points in run.batches(torch.rand(40, 4), 8):
+            loss = model(points).sum()
+            run.backward(loss)
+            run.update(optimizer)
+            run.step(loss)
+        own = model.module.running_mean.tolist()
+        with run.evaluation():
+            print("MEANS", own, model.module.running_mean.tolist())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.main_road
+def test_all_ranks_evaluate_with_the_statistics_of_rank_0(tmp_path):
+    """Of batch normalization: those are saved."""
+    (tmp_path / "script.py").write_text(BUFFERS)
+    out = run_ranks(2, "script.py", cwd=tmp_path)
+    found = [tuple(map(json.loads, re.findall(r"\[.*?\]", line))) for line in re.findall("MEANS.*", out)]
+    assert len(found) == 2 and found[0][0] != found[1][0] and found[0][1] == found[1][1], out
 
 
 SHARED = """

@@ -256,16 +256,26 @@ def test_fsdp_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs
 
 
 def test_evaluation_leaves_the_model_in_training_mode(tmp_path):
-    """With the loss and the accuracy of a model that gives each digit the same probability."""
+    """With the loss and the accuracy of a model that gives each digit the same probability, but for 3."""
     args = recipe.parse(recipe.vision_parser("train_ddp", ""), [], recipe.ImageOptions())
     _, test_set = data.load(None)
     model = MnistNet()
     for parameter in model.fc2.parameters():
         torch.nn.init.zeros_(parameter)
+    torch.nn.init.ones_(model.fc2.bias[3:4])
+    share = (test_set.labels == 3).double().mean().item()
     with Run("test", out=tmp_path / "run") as opened:
         opened.score(**recipe.evaluate(model, test_set, args, opened))
-        assert opened.scores["test_loss"] == pytest.approx(math.log(10), rel=1e-5)
-        assert opened.scores["test_accuracy"] == (test_set.labels == 0).double().mean() and model.training
+        assert opened.scores["test_loss"] == pytest.approx(math.log(9 + math.e) - share, rel=1e-5)
+        assert opened.scores["test_accuracy"] == pytest.approx(share, rel=1e-9) and model.training
+
+
+def test_the_learning_rate_falls_after_each_epoch():
+    args = recipe.ImageOptions(lr=0.8, lr_decay=0.5)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1)
+    for epoch, rate in enumerate((0.8, 0.4, 0.2)):
+        recipe.set_learning_rate(optimizer, args, epoch)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 @pytest.mark.slow
