@@ -182,6 +182,12 @@ make_local_job() {
 # load_site: set the defaults of HPCTRAIN_SITE, or of the detected site; variables of the user win. OWN_FLAVOR
 # is the flavor that the user has chosen.
 load_site() {
+    local name
+    # bash leaves ~ in sbatch --export=ALL,HPCTRAIN_CACHE=~/cache
+    for name in HPCTRAIN_{ROOT,IMAGE,CACHE,PACKAGES,PYTHON_ENV}; do
+        # shellcheck disable=SC2088
+        [[ ${!name:-} != '~/'* ]] || export "$name=$HOME/${!name:2}"
+    done
     export HPCTRAIN_ROOT=${HPCTRAIN_ROOT:-$ROOT}
     OWN_FLAVOR=${HPCTRAIN_FLAVOR:-}
     hpctrain_load_site "$ROOT" job "${HPCTRAIN_SITE:-}" || exit 2

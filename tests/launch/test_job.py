@@ -126,6 +126,12 @@ def test_the_commands_of_slurm_are_behind_those_of_the_image(shell):
     assert {"HPCTRAIN_HOSTS", "HPCTRAIN_SLURM_VERSION"} <= variables.keys()
 
 
+def test_a_tilde_in_a_setting_is_the_home(shell):
+    """bash leaves it in sbatch --export=ALL,HPCTRAIN_CACHE=~/cache, and a folder named ~ appeared."""
+    variables = what_a_rank_got(start(shell, "apptainer_ddp.sh", HPCTRAIN_CACHE="~/cache", MINE="~/x"))[2]
+    assert variables["HPCTRAIN_CACHE"] == f"{variables['HOME']}/cache" and variables["MINE"] == "~/x"
+
+
 def test_no_setting_of_apptainer_keeps_something_out_of_the_image(shell):
     """With --compat the folder of the job was not there. With --hostname all nodes had one name."""
     names = ["CLEANENV", "COMPAT", "CONTAIN", "CONTAINALL", "NO_HOME", "NO_MOUNT", "WRITABLE", "HOSTNAME"]
