@@ -355,42 +355,42 @@ with hpctrain.Run("slow", out=sys.argv[1], resume="auto") as run:
             run.step(loss)
 """
 OWN_JOB = """#!/bin/bash
-#SBATCH --time=1 --requeue
+#SBATCH --time=2 --requeue
 #SBATCH --open-mode=append
 mkdir -p /tmp/staged-$SLURM_JOB_ID
 {}
 """
 # options of sbatch, the lines of the script, the tasks of an array, the run folders of a job, its epochs
 OWN_JOBS = {
-    "plain": (ONE_EACH, f"{SCRIPT} slow.py runs/plain 8", [""], ["runs/plain"], 8),
-    "wrapped": (ONE_EACH, f"{SCRIPT} slow.py runs/wrapped 8", [""], ["runs/wrapped"], 8),
-    "exec": (ONE_EACH, f"exec {SCRIPT} slow.py runs/exec 8", [""], ["runs/exec"], 8),
+    "plain": (ONE_EACH, f"{SCRIPT} slow.py runs/plain 12", [""], ["runs/plain"], 12),
+    "wrapped": (ONE_EACH, f"{SCRIPT} slow.py runs/wrapped 12", [""], ["runs/wrapped"], 12),
+    "exec": (ONE_EACH, f"exec {SCRIPT} slow.py runs/exec 12", [""], ["runs/exec"], 12),
     "array": (
         ["--array=0-1", "--nodes=1", "--ntasks-per-node=2"],
-        f"{SCRIPT} slow.py runs/array-$SLURM_ARRAY_TASK_ID 8",
+        f"{SCRIPT} slow.py runs/array-$SLURM_ARRAY_TASK_ID 12",
         ["_0", "_1"],
         ["runs/array-0", "runs/array-1"],
-        8,
+        12,
     ),
     # A job that is being requeued does not go on with the next one.
     "loop": (
         ONE_EACH,
-        f"for i in 1 2 3; do {SCRIPT} slow.py runs/loop-$i 3; done",
+        f"for i in 1 2 3; do {SCRIPT} slow.py runs/loop-$i 5; done",
         [""],
         ["runs/loop-1", "runs/loop-2", "runs/loop-3"],
-        3,
+        5,
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def own_jobs(cluster):
-    """The numbers of jobs of one minute, which call a launch script and train longer."""
+    """The numbers of jobs of two minutes, which call a launch script and train longer."""
     folder(cluster, "slow.py").write_text(SLOW)
     numbers = {}
     for name, (options, lines, *_) in OWN_JOBS.items():
         words = (
-            ["--time=1", "--requeue", "--open-mode=append", f"--wrap={lines}"] if name == "wrapped" else []
+            ["--time=2", "--requeue", "--open-mode=append", f"--wrap={lines}"] if name == "wrapped" else []
         )
         script = {} if words else {"script": OWN_JOB.format(lines)}
         numbers[name] = cluster.submit(*options, *words, cwd=HOME, env=NO_CONTAINER, **script)
@@ -403,10 +403,10 @@ def weights_of_slow(tmp_path_factory):
     top = tmp_path_factory.mktemp("slow")
     (top / "slow.py").write_text(SLOW)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for epochs in (3, 8):
+    for epochs in (5, 12):
         command = [*torchrun, "slow.py", f"runs/{epochs}", str(epochs)]
         subprocess.run(command, cwd=top, env=os.environ | {"SLEEP": "0", "OMP_NUM_THREADS": "1"}, check=True)
-    return {epochs: weights_and_steps(top / f"runs/{epochs}") for epochs in (3, 8)}
+    return {epochs: weights_and_steps(top / f"runs/{epochs}") for epochs in (5, 12)}
 
 
 @pytest.mark.parametrize("name", OWN_JOBS)
