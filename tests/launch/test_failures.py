@@ -161,6 +161,9 @@ def test_a_rank_that_is_stopped_ends_the_job_and_is_named(cluster, ahead, launch
     stop = partial(signal_rank, cluster, "STOP", f"train_ddp.*stopped-{launcher}")
     output = assert_ended(wait_and_act(cluster, number, "epoch 2 step", stop), "FAILED")
     assert re.search(r"error: rank [23] on n2 has not answered for 10 s", output), output
+    # and not the last line of the list of what the ranks were doing
+    last = r"failed first: .* Its last line: hpctrain: error: rank [23] on n2 has not answered"
+    assert launcher != "srun" or re.search(last, output), output
     wait_until_idle(cluster, number)
 
 
