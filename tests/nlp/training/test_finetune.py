@@ -694,6 +694,26 @@ def test_predict_explains_bad_input(task, arguments, message, models, tmp_path, 
         predict.main(ALONE, [str(models[task]), *arguments])
 
 
+@pytest.mark.slow
+def test_a_contest_of_kaggle_from_its_tables_to_its_submission(tmp_path, config, capfd):
+    """Its test set has no labels: a part of the training data is scored, and predict answers it."""
+    rows = [f"{i},{'fire' if i % 2 else 'sun'} in the valley {i},{i % 2}" for i in range(64)]
+    (tmp_path / "train.csv").write_text("id,tweet,target\n" + "\n".join(rows))
+    (tmp_path / "test.csv").write_text('id,tweet\n64,"sun, and sea"\n65,fire\n')
+    (tmp_path / "sample_submission.csv").write_text("id,target\n64,0\n65,0\n")
+    columns = ["--columns", "text=tweet", "label=target"]
+    options = ["--data", tmp_path, *columns, "--from-scratch", config, "--epochs", 1, "--batch-size", 16]
+    run = train("classify", tmp_path / "run", *options)
+    said = capfd.readouterr().out
+    assert f"{tmp_path}/test.csv: not used, because it has no labels" in said and scores(run)
+    table = ["--file", tmp_path / "test.csv", "--columns", "id=id"]
+    assert [answer["id"] for answer in run_predict(capfd, run, *table)] == ["64", "65"]
+    run_predict(capfd, run, *table, "--out", tmp_path / "submission.csv")
+    header, *lines = (tmp_path / "submission.csv").read_text().splitlines()
+    assert header == "id,target" and [line.split(",")[0] for line in lines] == ["64", "65"]
+    assert {line.split(",")[1] for line in lines} <= {"0", "1"}
+
+
 @pytest.mark.parametrize("trainer", ["train_ddp", "nlp.ner"])
 def test_predict_names_a_run_without_a_model(tmp_path, trainer):
     """Also beside a link out of the folder, as wandb makes one."""
