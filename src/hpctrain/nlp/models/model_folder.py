@@ -17,7 +17,7 @@ from transformers.utils import logging
 from hpctrain.errors import HpctrainError, hint_missing
 from hpctrain.files import atomic
 from hpctrain.files.digests import write_digests
-from hpctrain.files.plain import open_plain, read_whole, refuse_pointer
+from hpctrain.files.plain import read_object, refuse_pointer
 from hpctrain.files.trust import is_below, refuse_links_out
 from hpctrain.text import first_line, shorten
 
@@ -130,15 +130,11 @@ def refuse_foreign_files(folder: Path) -> None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises HpctrainError that names the file."""
     try:
-        with open_plain(path) as file:
-            content = json.loads(read_whole(file).decode())
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(path)
+    except (OSError, ValueError) as error:
         raise HpctrainError(
             f"{path}: cannot be read as JSON ({first_line(error)}): fetch or copy it again"
         ) from error
-    if not isinstance(content, dict):
-        raise HpctrainError(f"{path}: not a JSON object: fetch or copy it again")
-    return content
 
 
 def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
