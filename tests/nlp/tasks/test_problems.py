@@ -96,6 +96,11 @@ def test_a_resume_with_another_problem_is_refused_by_its_name(number, tmp_path):
 # --- scores ---
 
 
+def test_an_answer_has_the_classes_that_are_as_probable_as_not():
+    (answer,) = MANY.make_answers([None], None, [numpy.array([0.5, 0.4999, 0.9])], ["a", "b", "c"])
+    assert answer == {"labels": ["c", "a"], "probabilities": [0.9, 0.5]}
+
+
 def test_scores_without_a_class_are_zero():
     nothing = MANY.score([replace(MANY.make_example(["a"]), label=())] * 2, [{"labels": []}] * 2)
     assert nothing == {"f1_micro": 0, "f1_macro": 0, "exact_match": 1}
