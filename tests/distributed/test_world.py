@@ -217,3 +217,8 @@ def test_real_torchrun():
         check=True,
     )
     assert sorted(done.stdout.splitlines()) == ["0 2 0 2 torchrun", "1 2 1 2 torchrun"]
+
+
+def test_the_ranks_of_a_group_are_one_in_the_world_of_groups():
+    groups = [World(rank, 6, rank, 6, 0, 1, "torchrun").in_groups_of(2) for rank in range(6)]
+    assert [(group.rank, group.size) for group in groups] == [(0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3)]
