@@ -192,7 +192,7 @@ def test_a_pbs_job_goes_on_after_its_second_node_has_died(sif):
     """It idled until its walltime, because mpirun waits for the daemon of that node."""
     with Cluster(nodes=3, binds=bare_binds(sif)) as cluster:
         cluster.install("alice")
-        command = f"train_ddp {FEW} --epochs 100000 --watchdog 10 --checkpoint-every 5s"
+        command = "train_ddp --epochs 100000 --watchdog 10 --checkpoint-every 5s"
         line = f"exec env {IN_ENV} PRTE_MCA_plm_ssh_agent=ssh {HOME}/launch/pbs_ddp.sh {command}\n"
         number = cluster.qsub(*PLACED.format(1).split(), cwd=HOME, script=line)
         log = folder(cluster, f"STDIN.o{number}")
