@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from slurm_cluster import REPOSITORY
@@ -25,6 +26,9 @@ EMPTY_IS_NOT_SET = {
 @pytest.fixture
 def launch(tmp_path):
     """A copy of launch/ whose site files a test may change. Nothing here identifies a real site."""
+    names = Path("hpctrain/src/hpctrain/files/secret_names.txt")  # without them all values are hidden
+    (tmp_path / names).parent.mkdir(parents=True)
+    shutil.copy(REPOSITORY.joinpath(*names.parts[1:]), tmp_path / names)
     return shutil.copytree(REPOSITORY / "launch", tmp_path / "hpctrain/launch")
 
 

@@ -307,7 +307,7 @@ def test_gpus_on_nodes_that_differ():
     ],
 )
 def test_gpus_with_a_network_that_nccl_cannot_use(monkeypatch, capsys, fabric, nodes, refused):
-    line = {**GPU, "nodes": nodes, "networks": [], "fabric": "TCP", "start": 1.0, "mount": ""}
+    line = {**GPU, "nodes": nodes, "networks": [], "fabric": "TCP", "start": 1.0, "mount": "", "cpus": [0, 1]}
     monkeypatch.setattr(check, "read_fabric", lambda: fabric)
     monkeypatch.setattr(check, "rank_report", lambda *words: line | {"fabric_warnings": words[-1]})
     monkeypatch.setattr(check, "placement_problems", lambda _: [])
