@@ -11,6 +11,9 @@ while [[ ${1:-} == -* ]]; do shift; done
 # mpirun leaves the domain out, and pbs_tmrsh wants the name as PBS has it.
 host=$(grep -m 1 -xE "${1//./\\.}(\..*)?" "${PBS_NODEFILE:-/dev/null}") || host=$1
 shift
-# Without a login, the other node knows no modules.
+# Without a login, the other node knows no modules. PBS gives it the variables that qsub had, also those that
+# the launch script has taken away since, such as APPTAINER_CONTAINALL.
+# shellcheck disable=SC2016 # the other node expands it
 exec pbs_tmrsh "$host" /usr/bin/env "PATH=$PATH" ${LD_LIBRARY_PATH:+"LD_LIBRARY_PATH=$LD_LIBRARY_PATH"} \
-    /bin/sh -c "$*"
+    /bin/bash -c 'for name in $(compgen -e); do [[ $0 == *" $name "* ]] || unset "$name"; done; eval "$1"' \
+    " $(compgen -e | tr '\n' ' ')" "$*"

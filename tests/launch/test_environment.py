@@ -122,6 +122,9 @@ def seen(cluster, shell, podman_image):
 def holds(rank: dict, variables: dict[str, str]) -> dict[str, bool]:
     """Which rows of the table are true for this rank."""
     paths = rank["paths"]
+    if "PBS_JOBID" in rank["variables"]:  # PBS sets these two in each job
+        variables = {name: value for name, value in variables.items() if name != "OMP_NUM_THREADS"}
+        paths["/var/tmp/alice"] = rank["variables"]["TMPDIR"].startswith("/var/tmp/pbs.")
     return {
         "variables": variables.items() <= rank["variables"].items(),
         "package": rank["package"],

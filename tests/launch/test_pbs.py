@@ -64,13 +64,15 @@ def test_mpirun_starts_its_daemons_by_pbs_tmrsh(programs, tmp_path, script, per_
 
 
 def test_pbs_tmrsh_gets_the_name_that_pbs_knows_and_a_shell(tmp_path):
+    """The shell has no variable of qsub -V that the launch script has taken away."""
     (tmp_path / "nodes").write_text("n1.site.test\nn2.site.test\nn22.site.test\n")
-    put_tmrsh(tmp_path, 'printf "%s\\n" "$@"')
-    env = {"PATH": f"{tmp_path}:{BARE['PATH']}", "PBS_NODEFILE": f"{tmp_path}/nodes"}
+    put_tmrsh(tmp_path, 'echo "$1"; shift; export OF_QSUB=1 TMPDIR=/there; "$@"')
+    env = {"PATH": f"{tmp_path}:{BARE['PATH']}", "PBS_NODEFILE": f"{tmp_path}/nodes", "TMPDIR": "/here"}
     for name in ("n2", "n2.site.test"):
-        done = start("lib/tmrsh.sh", "-x", name, "A=1;", "prted", "a b", env=env)
-        words = ["n2.site.test", "/usr/bin/env", f"PATH={env['PATH']}", "/bin/sh", "-c", "A=1; prted a b"]
-        assert done.stdout.splitlines() == words, done
+        done = start(
+            "lib/tmrsh.sh", "-x", name, "A=1;", "echo", "'a  b' $A $TMPDIR ${OF_QSUB:-none}", env=env
+        )
+        assert done.stdout.splitlines() == ["n2.site.test", "a  b 1 /there none"], done
     assert_refused(start("lib/tmrsh.sh", "n2", env=env), "HOST COMMAND", "--help")
 
 
