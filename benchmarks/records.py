@@ -80,7 +80,7 @@ def revision(clean: bool) -> str:
     head = "".join(git("rev-parse", "--short", "HEAD"))
     # Records of several benchmarks are written one after the other, with the pages that they make.
     ours = re.compile(r"benchmarks/(records/|\w+\.md)")
-    changes = [line[3:] for line in git("status", "--short") if not ours.match(line[3:])]
+    changes = [line[3:] for line in git("status", "--porcelain") if not ours.match(line[3:])]
     if clean and (changes or not head):
         sys.exit(f"benchmark: --record: {changes[0] if changes else 'no Git clone'}: commit it first")
     return head + ("-dirty" if changes else "")
