@@ -15,9 +15,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CLUSTER_SH = REPOSITORY / "cluster/cluster.sh"
@@ -204,22 +205,15 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         script: str | None = None,
+        command: Sequence[str] = ("sbatch", "--parsable"),
     ) -> int:
         """Submit a job with `sbatch *args` and return its number; `script` is the text of a batch script."""
-        done = self.exec("login", "sbatch", "--parsable", *args, user=user, env=env, cwd=cwd, input=script)
-        return int(done.stdout.split(";")[0])
+        done = self.exec("login", *command, *args, user=user, env=env, cwd=cwd, input=script)
+        return int(re.split("[;.]", done.stdout)[0])
 
-    def qsub(
-        self,
-        *args: str | Path,
-        user: str = "alice",
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None,
-        script: str | None = None,
-    ) -> int:
-        """Submit a job with `qsub *args` and return its number; `script` is what qsub reads."""
-        done = self.exec("login", "qsub", *args, user=user, env=env, cwd=cwd, input=script)
-        return int(done.stdout.partition(".")[0])
+    def qsub(self, *args: str | Path, **options: Any) -> int:
+        """submit() with `qsub *args`; `script` is what qsub reads."""
+        return self.submit(*args, command=["qsub"], **options)
 
     def wait(self, job: int, timeout: float = 600, on_line: Callable[[str], None] | None = None) -> Job:
         """Wait until a job has ended; pass each new line of its output to `on_line`.

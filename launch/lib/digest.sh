@@ -2,14 +2,22 @@
 #
 # IMAGE.sif.digest, beside the SIF, is one line: "sha256:HEX SIZE MTIME". It is valid while the SIF has that
 # size and time of modification, if the owner of the SIF or the user alone can change it.
-# apptainer/build_sif.sh or the first job writes it, if it may. That job also writes the digest to a file in
-# HPCTRAIN_CACHE, named by path, size and time of the SIF; a trainer reads it when it finishes (run.py).
+# apptainer/build_sif.sh, modulefiles/install.sh or the first job writes it, if it may. That job also writes
+# the digest to a file in HPCTRAIN_CACHE, named by path, size and time of the SIF; a trainer reads it when it
+# saves.
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # DIGEST and DIGEST_PENDING are read by main.sh
 
 # stamp_of SIF: print its size and time of modification. A locale may have a decimal comma.
 stamp_of() {
     LC_ALL=C stat -c '%s %.9Y' "$1"
+}
+
+# digest_record SIF: print the line of SIF.digest, after hashing it
+digest_record() {
+    local sha256
+    sha256=$(sha256sum <"$1" | cut -d ' ' -f 1)
+    echo "sha256:$sha256 $(stamp_of "$1")"
 }
 
 # find_digest SIF: set DIGEST from a record, or else DIGEST_PENDING

@@ -13,6 +13,8 @@ source_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 # shellcheck source=launch/lib/trust.sh
 source "$source_folder/launch/lib/trust.sh"
+# shellcheck source=launch/lib/digest.sh
+source "$source_folder/launch/lib/digest.sh"
 
 die() {
     echo "${0##*/}: ${*//[[:cntrl:]]/?}" >&2
@@ -111,9 +113,7 @@ cp "$sif" "$new/image"
 chmod 644 "$new/image"
 mv -T "$new/image" "$root/${sif##*/}"
 # As apptainer/build_sif.sh does: users cannot write it here, and each would hash the image.
-sha256=$(sha256sum <"$root/${sif##*/}" | cut -d ' ' -f 1)
-printf 'sha256:%s %s\n' "$sha256" "$(LC_ALL=C stat -c '%s %.9Y' "$root/${sif##*/}")" \
-    >"$root/${sif##*/}.digest"
+digest_record "$root/${sif##*/}" >"$root/${sif##*/}.digest"
 for kind in spdx provenance; do
     for folder in "$(dirname "$sif")" "$source_folder/build"; do
         record=$folder/$(basename "$sif" .sif).$kind.json

@@ -5,6 +5,7 @@ Neither safetensors nor numpy notices a flipped bit. A folder without SHA256SUMS
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -61,6 +62,17 @@ def arrays_sha256(*arrays: numpy.ndarray) -> str:
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(numpy.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def items_sha256(what: str, *parts: Any) -> str:
+    """SHA-256 over values, and over the items of lists, of `what`: their repr() has all of their content."""
+    digest = hashlib.sha256(what.encode())
+    for part in parts:
+        # One item at a time: a single repr() of 150,000 texts would take as much memory as the texts.
+        for item in part if isinstance(part, list) else [part]:
+            digest.update(repr(item).encode(errors="surrogatepass") + b"\0")
+        digest.update(b"\1")
     return digest.hexdigest()
 
 

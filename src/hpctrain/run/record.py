@@ -125,7 +125,7 @@ class Record:
         self._bar: tqdm | None = None
         self.epoch, self.best, self.in_parts = 0, Best(), False
         self.is_finished = False  # whether it had its result before this start, which writes nothing then
-        self._epochs = options.epochs
+        self.epochs = options.epochs
         self._flops: float | None = None
         self._only_check = self._state_is_checked = False  # see must_save()
         self._resumed: Position | None = None  # until limit_epochs()
@@ -161,7 +161,7 @@ class Record:
         self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entries[0]
         self._checkpointer.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         if self.resume_from is None:
-            self._epochs = epochs
+            self.epochs = epochs
             if self.world.rank == 0:
                 self._metrics.rewind(0, 0)
             return None
@@ -186,7 +186,7 @@ class Record:
 
         `fixed`: a resumed run keeps its number, unless --force is given, as its learning rate depends on it.
         """
-        self._epochs = epochs
+        self.epochs = epochs
         position, self._resumed = self._resumed, None
         if position is None:
             return
@@ -432,7 +432,7 @@ class Record:
                     overflows=self._nonfinite.overflows,
                     lines=self._metrics.lines if self.world.rank == 0 else 0,
                     seconds=time.monotonic() - self._started,
-                    options=self._options.list_weighty() | {"epochs": str(self._epochs)},
+                    options=self._options.list_weighty() | {"epochs": str(self.epochs)},
                 )
                 state = checkpoint.with_plain_names(state, self._nonfinite.model) | position.to_entries()
                 best = checkpoint.path_of(self.folder, self.best.epoch, self.best.step)
@@ -440,7 +440,7 @@ class Record:
         known = self.world.rank == 0 and add_image_digest(self._config)
         if known and (text := describe_changes(self._config, ["image_digest"])):
             self.print(f"changed since the last start: {text}")
-        if (self._epochs is not None and self.epoch >= self._epochs) or self.best.has_stalled:
+        if (self.epochs is not None and self.epoch >= self.epochs) or self.best.has_stalled:
             return
         if score is not None and self._options.prune and self._options.prune(self.world):
             self.wait()
@@ -494,8 +494,8 @@ class Record:
         seconds = round(time.monotonic() - self._started, 3)
         self._metrics.add({"epoch": epoch, "step": step, "seconds": seconds}, values)
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items() if name not in NOT_PRINTED)
-        if self._epochs is not None and (speed := values.get("examples_per_s")):
-            left = (self._epochs * self._steps - step) * self._examples / speed
+        if self.epochs is not None and (speed := values.get("examples_per_s")):
+            left = (self.epochs * self._steps - step) * self._examples / speed
             text += f"  {format_seconds(left)} left"
         if self._bar:
             self._bar.set_postfix_str(text)
@@ -544,8 +544,8 @@ class Record:
         seconds = round(time.monotonic() - self._started, 3)
         digest = weights_sha256(checkpoint.unwrap(model))
         result: dict[str, Any] = values | skipped | {"epochs": self.epoch, "seconds": seconds}
-        if self._epochs is not None and self.epoch < self._epochs and not self.best.has_stalled:
-            result["of_epochs"] = self._epochs  # its loop has ended by itself
+        if self.epochs is not None and self.epoch < self.epochs and not self.best.has_stalled:
+            result["of_epochs"] = self.epochs  # its loop has ended by itself
         result |= {"weights_sha256": digest, "speed": speed}
         add_image_digest(self._config)
         self._metrics.close()

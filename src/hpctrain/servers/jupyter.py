@@ -114,8 +114,8 @@ def without_home(env: Mapping[str, str], private: Path) -> dict[str, str]:
     data = env.get("JUPYTER_DATA_DIR") or str(home / ".local/share/jupyter")
     ipython = env.get("IPYTHONDIR") or str(home / ".ipython")
     with suppress(OSError):
-        for folder in (config, data, ipython):
-            atomic.probe(atomic.existing_part(Path(folder)))
+        for folder in {atomic.existing_part(Path(each)) for each in (config, data, ipython)}:
+            atomic.probe(folder)
         return {}
     return {
         "JUPYTER_CONFIG_DIR": str(private / "config"),

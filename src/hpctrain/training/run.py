@@ -114,7 +114,6 @@ class Run:
         self._accumulate, self._part = 1, 0  # parts in a step, and the number of the present one
         self._loss = self._backward_loss = torch.zeros((), device=self.device)  # of the parts so far
         self._repeated = 0  # batches at the end of an evaluation that do not count
-        self._epochs: int | None = None  # of the last call of epochs()
         self._ended_of: int | None = None  # those of the loop that a resumed run has left by `break`
         seed_everything(self._seed)
 
@@ -281,7 +280,6 @@ class Run:
                 "run.epochs() needs something to save: call run.track(model=model, ...) before it"
             )
         self._record.limit_epochs(number, fixed=fixed)
-        self._epochs = number
         has_ended = self.is_finished or self._ended_of == number
         while self.epoch < number and not (self.best.has_stalled or has_ended):
             seed_everything(hash((self._seed, self.epoch + 1)))
@@ -298,7 +296,7 @@ class Run:
         at, self._at, score, self._score = self._at, OUTSIDE, self._score, None
         self._accumulate, self._part = 1, 0
         if at not in (OUTSIDE, STALLED):
-            ended_of = {"ended_of": self._epochs} if has_ended else {}
+            ended_of = {"ended_of": self._record.epochs} if has_ended else {}
             self._record.save(self._make_state() | ended_of, score)
 
     def batches(

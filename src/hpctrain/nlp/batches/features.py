@@ -4,7 +4,6 @@ The name of a cached file is a hash of everything that its content depends on. A
 entries here, not --max-length: padding is added when a batch is built.
 """
 
-import hashlib
 import os
 import shutil
 import socket
@@ -28,7 +27,7 @@ from hpctrain.distributed.rendezvous import all_or_none
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, print_error
 from hpctrain.files import atomic
-from hpctrain.files.digests import NAME, check_digests, write_digests
+from hpctrain.files.digests import NAME, check_digests, items_sha256, write_digests
 from hpctrain.files.trust import hold_folder, refuse_changeable
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.text import reason
@@ -243,13 +242,7 @@ def check_tokens(folder: Path | str | None, model: PreTrainedModel, last: int) -
 
 def make_cache_key(*parts: Any) -> str:
     """SHA-256 of everything that the features depend on, such as the texts, the tokenizer and the length."""
-    digest = hashlib.sha256(f"features {VERSION}".encode())
-    for part in parts:
-        # One item at a time: a single repr() of 150,000 texts would take as much memory as the texts.
-        for item in part if isinstance(part, list) else [part]:
-            digest.update(repr(item).encode(errors="surrogatepass") + b"\0")
-        digest.update(b"\1")
-    return digest.hexdigest()
+    return items_sha256(f"features {VERSION}", *parts)
 
 
 def get_cache_folder(env: Mapping[str, str] = os.environ) -> Path:

@@ -222,13 +222,10 @@ def read_objects(
         return make(location, value)
 
     def is_example(item: Located) -> bool:
-        with suppress(UnlabeledError):
-            try:
-                make_from_item(*item)
-            except UnlabeledError:
-                raise
-            except HpctrainError:
-                return False
+        try:
+            make_from_item(*item)
+        except HpctrainError as error:
+            return isinstance(error, UnlabeledError)
         return True
 
     if has_list(path):

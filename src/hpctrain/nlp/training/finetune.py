@@ -26,7 +26,8 @@ from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.batches.features import Features, check_tokens, make_cache_key
+from hpctrain.files.digests import items_sha256
+from hpctrain.nlp.batches.features import Features, check_tokens
 from hpctrain.nlp.batches.sampling import Selection, TrainingTexts, training_batches_by_length
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.splits import describe_files, load_splits, split_examples
@@ -71,7 +72,7 @@ def fine_tune(task: Task, world: World, arguments: list[str], prune: Prune | Non
         examples = read_examples(task, args, world)
         args = fit_batch_size(args, len(examples["train"]), world)
         # not of the test set, which has no effect on the weights
-        digest = world.rank == 0 and make_cache_key(examples["train"], examples["validation"])
+        digest = world.rank == 0 and items_sha256("examples", examples["train"], examples["validation"])
         options = vars(args) | {DATA: broadcast(world, digest)}
         with Run(f"nlp.{task.name}", prune=prune, **options) as run:
             folder = get_initial_model(task, args, run, examples["train"])
