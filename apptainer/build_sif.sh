@@ -15,8 +15,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/build_functions.sh
 source containers/build_functions.sh
-# shellcheck source=launch/lib/digest.sh
-source launch/lib/digest.sh
 attend apptainer/build_sif.sh "$@"
 
 flavor=cpu mpi=openmpi from=image output=
@@ -111,7 +109,8 @@ if [[ $from == image && -f $record && -w build ]]; then
             "containers/build_image.sh"
 fi
 # What launch/lib/digest.sh reads, so that no job has to hash the SIF: its digest, size and time of change.
-digest_record "$work/image.sif" >"$work/digest"
+sha256=$(sha256sum <"$work/image.sif" | cut -d ' ' -f 1)
+printf 'sha256:%s %s\n' "$sha256" "$(LC_ALL=C stat -c '%s %.9Y' "$work/image.sif")" >"$work/digest"
 mv "$work/image.sif" "$output"
 mv "$work/digest" "$output.digest"
 echo "build: made $output ($(du -h --apparent-size "$output" | cut -f1))"

@@ -138,11 +138,12 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, whole_run, train
             out = start(inside, trainer, "--out", "cut", cwd=tmp_path)
         told = {path.name: path.read_text() for path in control.iterdir()}
         if restart < last:
-            assert told == {"stop": "", "saved": "--resume cut\n", "stopped": ""}, out
+            empty = dict.fromkeys(("stop", "polled", "trains", "stopped"), "")
+            assert told == empty | {"saved": "--resume cut\n"}, out
             assert "ending early, as the job has to: saved after epoch 0 and " in out
             assert not (tmp_path / "cut/result.json").exists() and not (tmp_path / "cut/owner.json").exists()
         else:
-            assert set(told) <= {"saved"}
+            assert set(told) - {"saved"} == {"polled", "trains"}
         shutil.rmtree(control)
     assert_equal(tmp_path / "cut", whole_run(trainer, launcher))
 
@@ -173,7 +174,7 @@ def test_the_launch_script_is_on_another_node_than_rank_0(tmp_path):
     first.env["HPCTRAIN_CONTROL"] = str(tmp_path / "not-on-this-node")
     done = warm_start.run([first, second], tmp_path)
     assert done.returncode == 0 and "ending early" in done.stdout, done.stdout + done.stderr
-    assert {path.name for path in control.iterdir()} == {"stop", "saved", "stopped"}
+    assert {path.name for path in control.iterdir()} == {"stop", "saved", "stopped", "polled", "trains"}
 
     (control / "stop").unlink()
     words += ["--batch-size", "31"]  # not for two ranks
@@ -238,8 +239,9 @@ def test_other_data_within_an_epoch(tmp_path):
     train(1, "--epochs", 1, "--checkpoint-every", 4, "--out", "run", cwd=tmp_path)
     (tmp_path / "run/checkpoints/epoch-0001.pt").unlink()
     done = run(
-        1, "train_ddp", "--data", "fewer", "--epochs", 1, "--resume", "run", "--out", "more", cwd=tmp_path
-    )
+        1, "train_ddp", "--data", "fewer", "--epochs", 1, "--resume", "run", "--out", "more", "--force",
+        cwd=tmp_path,
+    )  # fmt: skip
     assert (
         done.returncode == 2
         and "with 10 steps in an epoch, and this one has 5: give the --data" in done.stderr
