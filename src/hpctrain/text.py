@@ -12,9 +12,14 @@ def absolute(path: str | Path) -> Path:
     """The absolute path: a script may change its folder. as_given() shows it as it was written."""
     given = Path(path).expanduser()
     made = given.absolute()
-    if made != given:
-        _given[str(made)] = str(given)
+    show_as(made, given)
     return made
+
+
+def show_as(made: Path, given: str | Path) -> None:
+    """Let as_given() show the path `made` as `given`."""
+    if str(made) != str(given):
+        _given[str(made)] = str(given)
 
 
 def as_given(text: str) -> str:

@@ -193,10 +193,10 @@ def test_tokens_of_steps_in_a_profile_do_not_count():
 def count_tokens(monkeypatch, counts):
     """Let each training step count what the model gets."""
 
-    def compute_loss(steps, batch, plain=Steps.compute_loss):
+    def compute_loss(steps, parallel, batch, plain=Steps.compute_loss):
         mask = batch.attention_mask
         counts.append((len(mask), int(mask.sum()), mask.numel()))
-        return plain(steps, batch)
+        return plain(steps, parallel, batch)
 
     monkeypatch.setattr(Steps, "compute_loss", compute_loss)
 

@@ -27,7 +27,7 @@ from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.errors import HpctrainError, print_error
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.run.reader import read_configs, read_record, summarize
-from hpctrain.text import first_line, say
+from hpctrain.text import as_given, first_line, one_line, say, show_as
 
 if TYPE_CHECKING:
     import wandb
@@ -48,7 +48,7 @@ class Mirror:
         if self._is_started:
             return
         self._is_started = True
-        command = [*SAFE_PYTHON, "-m", "hpctrain.run.wandb", str(self._folder)]
+        command = [*SAFE_PYTHON, "-m", "hpctrain.run.wandb", str(self._folder), as_given(str(self._folder))]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         except OSError as error:
@@ -70,7 +70,7 @@ def _print_failure(run: Path, reason: str) -> None:
     text = (
         f"{reason}: the training goes on without W&B, and this command makes an offline run of all metrics:"
     )
-    print_error(f"hpctrain: --wandb: {hide_secrets(f'{text} hpctrain export wandb {run}')}")
+    print_error(one_line(f"hpctrain: --wandb: {hide_secrets(f'{text} hpctrain export wandb {run}')}"))
 
 
 @contextmanager
@@ -212,8 +212,9 @@ def _log(logged: "wandb.Run", step: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Follow the run folder that the command line names."""
+    """Follow the run folder that the command line names, and then as the user wrote it."""
     run = Path(sys.argv[1])
+    show_as(run, sys.argv[2])
     try:
         with folder_for_wandb():
             follow(run)
