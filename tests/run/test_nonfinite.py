@@ -260,6 +260,14 @@ def test_the_error_names_the_first_step(tmp_path):
         nonfinite.check({"test_loss": float("inf")}, "x", True, tmp_path)
 
 
+def test_the_error_names_the_rank_whose_loss_was_the_first(tmp_path, monkeypatch):
+    of_ranks = [[None, []], [4, [7]], [None, []], [2, [9]]]
+    monkeypatch.setattr("hpctrain.run.nonfinite.gather", lambda world, own: of_ranks)
+    watching = watch(torch.nn.Linear(2, 2), skip=False)
+    with pytest.raises(HpctrainError, match="since step 103 on rank 3 with the training examples 9 "):
+        watching.check({"train_loss": float("nan")}, "x", True, tmp_path)
+
+
 def test_a_step_is_not_to_be_skipped_where_that_is_no_option(tmp_path):
     nonfinite = watch(torch.nn.Linear(2, 2), skip=False)
     nonfinite.add(0, torch.tensor(float("nan")))

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.nlp.batches import sampling
+from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.tasks import classify
+from hpctrain.training.batches import Part
 from tests.nlp.data.test_formats import find_data
 
 
@@ -59,6 +61,15 @@ def test_the_order_of_a_seed_and_an_epoch_stays_what_it_is(seed, epoch, order):
     """Otherwise a run that an earlier version has started goes on with other examples."""
     lengths = [5, 1, 9, 3, 7, 2, 8, 4, 6, 1, 3, 5]
     assert sampling.training_batches_by_length(lengths, 4, seed, epoch, parts=2).tolist() == order
+
+
+def test_the_mean_over_parts_is_that_of_all_labels():
+    """Each part's mean counts by its labels: here two parts of three and one label."""
+    features = Features.from_lists({"input_ids": [[5], [6], [7], [8]]}, {"units": [1, 2, 1, 0]})
+    texts, step = sampling.TrainingTexts(features, {}), torch.arange(4)
+    parts = [Part(number, 1, examples, step) for number, examples in enumerate(step.split(2))]
+    weights = [batch.weight for batch in texts.load_batches(parts, torch.device("cpu"))]
+    assert weights == [3 * 2 / 4, 1 * 2 / 4]  # run.backward() divides by the two parts
 
 
 def test_batches_change_between_epochs(few_lengths):
