@@ -62,7 +62,10 @@ LONG_FILES = [
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the fast tests first; where several files run at a time, the files that take minutes."""
+    """Run the fast tests first; where several files run at a time, the files that take minutes.
+
+    A test that needs the image or the cluster is slow.
+    """
 
     def order(item: pytest.Item) -> tuple[int, bool, bool]:
         slow = item.get_closest_marker("slow") is not None
@@ -73,11 +76,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # The last tests of a file are those that wait for jobs that its first test has started.
         return place, slow, "in_background" in getattr(item, "fixturenames", ())
 
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "sif" in fixtures:
+            item.add_marker(pytest.mark.slow)
+        if fixtures & {"site", "in_background"}:  # those with a cluster
+            item.add_marker(pytest.mark.flaky(reruns=1))  # and no other test
     config.stash[COLLECTED] = [*items]
     items.sort(key=order)
-    for item in items:
-        if not {"cluster", "site", "in_background"}.isdisjoint(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.flaky(reruns=1))  # and no other test
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -126,6 +126,7 @@ def test_a_launch_script_that_cannot_start_again_yet(slurm, tmp_path, monkeypatc
     (tmp_path / f"runs/train_ddp/{checkpoint}/{CHECKPOINT}").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     put_squeue(tmp_path, RestartCnt=1)
+    put(tmp_path, sleep="")
     facts = "NODES=2 TASKS=4 THREADS=8 GPUS=4 SCRIPT=x JOB=7 ATTEMPT=1 ARGUMENTS=(train_ddp)"
     env = slurm | {"ENVIRONMENT": "BATCH", "SLURM_RESTART_COUNT": "1"}
     done = library(f"{facts}; open_control; die 'no image'", **env)
@@ -144,7 +145,7 @@ def test_a_slurmctld_that_does_not_answer_is_waited_for(conclude, tmp_path, sile
     done = conclude(75, "saved stopped", assignments="SCRIPT=x ARGUMENTS=(train_ddp)")
     assert done.returncode == 75 and "requeuing the job\nrequeue 7\n" in done.stdout, done
     # Slurm may end the script while it waits.
-    said = f"does not answer .* sbatch .*{QUOTED}/x train_ddp --resume runs/x"
+    said = f"does not answer .* sbatch .*{re.escape(QUOTED)}/x train_ddp --resume runs/x"
     assert len(re.findall(said, done.stdout)) == 1, done
 
 
