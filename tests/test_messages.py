@@ -59,6 +59,8 @@ def python_messages(source: str) -> Iterator[str]:
             shown += [child for child in ast.walk(node) if isinstance(child, ast.Return)]
         elif isinstance(node, ast.Yield):  # such as the problems of a node
             shown.append(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "explain_os_error":
+            yield " (why): ".join(map(template, node.args[:2]))
     for node in shown:
         yield from texts(node)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpctrain.text import first_line, one_line
+from hpctrain.text import first_line, one_line, reason
 
 
 class HpctrainError(Exception):
@@ -27,6 +27,15 @@ class DivergedError(HpctrainError):
 
 class EndEarly(SystemExit):
     """The end of a process without an error: its job goes on from a checkpoint, or has nothing to do."""
+
+
+@contextmanager
+def explain_os_error(problem: str, advice: str, also: type[Exception] = OSError) -> Iterator[None]:
+    """Raise an OSError of the block, or one of class `also`, as HpctrainError: "PROBLEM (why): ADVICE"."""
+    try:
+        yield
+    except (OSError, also) as error:
+        raise HpctrainError(f"{problem} ({reason(error)}): {advice}") from error
 
 
 @contextmanager

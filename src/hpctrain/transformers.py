@@ -22,7 +22,7 @@ from hpctrain.distributed.control import report_saved, report_stopped, report_tr
 from hpctrain.distributed.entry import print_errors_in_one_line
 from hpctrain.distributed.rendezvous import all_or_none, broadcast
 from hpctrain.distributed.world import detect
-from hpctrain.errors import EndEarly, HpctrainError, UsageError
+from hpctrain.errors import EndEarly, HpctrainError, UsageError, explain_os_error
 from hpctrain.files import atomic, digests
 from hpctrain.run.charts import plot
 from hpctrain.run.config import add_resumption, write_config, write_json
@@ -218,16 +218,12 @@ class RunFolder(TrainerCallback):
         with all_or_none(self._world):
             if self._world.rank == 0:
                 self._owner.check()
-                try:
+                with explain_os_error(f"{path}: cannot be written", "free some space there"):
                     saved = {"examples": self._examples, "states": _read_states(self._callbacks)}
                     atomic.write_text(path / CALLBACKS, json.dumps(saved) + "\n")
                     for part in path.rglob("*"):
                         atomic.sync(part)
                     digests.write_digests(path)
-                except OSError as error:
-                    raise HpctrainError(
-                        f"{path}: cannot be written ({error.strerror}): free some space there"
-                    ) from error
         report_saved(None)
         if self._stopping and state.global_step < state.max_steps:
             self._print(f"ending early, as the job has to: saved {path}")

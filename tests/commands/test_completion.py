@@ -12,6 +12,7 @@ from slurm_cluster import REPOSITORY
 
 from hpctrain.cli import COMMANDS, GROUPS
 from hpctrain.commands import completion
+from hpctrain.errors import HpctrainError
 
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
 
@@ -167,7 +168,5 @@ def test_bad_input_is_one_line(args, status, message):
 
 def test_a_prefix_that_cannot_be_written_is_named(monkeypatch, parsers):
     monkeypatch.setattr(completion, "command_parsers", lambda: parsers)
-    with pytest.raises(
-        completion.HpctrainError, match=r"/proc/nothing/share.*: cannot be written .*--write ~/.local"
-    ):
+    with pytest.raises(HpctrainError, match=r"/proc/nothing/share.*: cannot be written .*--write ~/.local"):
         completion.write_files(Path("/proc/nothing"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import UsageError, explain_os_error
 from hpctrain.files import atomic
 from hpctrain.parser import Parser
 
@@ -45,14 +45,11 @@ def write_files(prefix: Path) -> None:
     parsers = command_parsers()
     for shell, name in FILES.items():
         path = prefix / name
-        try:
+        with explain_os_error(
+            f"{path}: cannot be written", "give a folder that you can write to, such as --write ~/.local"
+        ):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic.write_text(path, shell_completion(shell, parsers))
-        except OSError as error:
-            raise HpctrainError(
-                f"{path}: cannot be written ({error.strerror}): "
-                "give a folder that you can write to, such as --write ~/.local"
-            ) from error
         print(path)
 
 

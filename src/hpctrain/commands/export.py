@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files import atomic
 from hpctrain.parser import Parser
 from hpctrain.run.reader import read_configs, require_metrics
@@ -84,9 +84,5 @@ def main(world: World, arguments: list[str]) -> None:
     """Write the files of each run, and print their paths or what uploads them. Raises HpctrainError."""
     args = parser().parse_args(arguments)
     for run in args.run:
-        try:
+        with explain_os_error(f"{run}: cannot be written", "copy the run folder to one of your own"):
             say(FORMATS[args.format](run))
-        except OSError as error:
-            raise HpctrainError(
-                f"{run}: cannot be written ({error.strerror}): copy the run folder to one of your own"
-            ) from error

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import explain_os_error
 from hpctrain.parser import Parser
 from hpctrain.run.charts import plot
 from hpctrain.run.reader import require_metrics
-from hpctrain.text import reason, say
+from hpctrain.text import say
 
 
 def parser() -> Parser:
@@ -22,9 +22,5 @@ def main(world: World, arguments: list[str]) -> None:
     """Draw curves.png and print its path. Raises HpctrainError."""
     run = parser().parse_args(arguments).run
     require_metrics(run)
-    try:
+    with explain_os_error(f"{run}/curves.png: cannot be written", "use hpctrain report --out"):
         say(str(plot(run)))
-    except OSError as error:  # a run of another user
-        raise HpctrainError(
-            f"{run}/curves.png: cannot be written ({reason(error)}): use hpctrain report --out"
-        ) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.commands.runs import format_score, format_start
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import UsageError, explain_os_error
 from hpctrain.files import atomic
 from hpctrain.parser import Parser
 from hpctrain.run.best import is_loss
@@ -246,16 +246,14 @@ def main(world: World, arguments: list[str]) -> None:
     if args.out.suffix not in (".html", ".png"):
         raise UsageError(f"--out {args.out}: give a name that ends in .html or .png")
     runs = [read(run) for given in args.run for run in [*filter(read_metrics, find(given))] or [given]]
-    try:
-        with folder_for_matplotlib():
-            if args.out.suffix == ".png":
-                save_picture(picture(runs), args.out)
-            else:
-                # A name may hold half of a character, which UTF-8 cannot encode.
-                text = page(runs).encode(errors="backslashreplace").decode()
-                atomic.write_text(args.out, text)
-    except OSError as error:
-        raise HpctrainError(
-            f"{args.out}: cannot be written ({error.strerror}): use --out to name another file"
-        ) from error
+    with (
+        explain_os_error(f"{args.out}: cannot be written", "use --out to name another file"),
+        folder_for_matplotlib(),
+    ):
+        if args.out.suffix == ".png":
+            save_picture(picture(runs), args.out)
+        else:
+            # A name may hold half of a character, which UTF-8 cannot encode.
+            text = page(runs).encode(errors="backslashreplace").decode()
+            atomic.write_text(args.out, text)
     print(args.out)

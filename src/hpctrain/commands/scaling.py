@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files import atomic
 from hpctrain.parser import Parser
 from hpctrain.run.charts import folder_for_matplotlib, make_charts, plain, save_picture
@@ -129,12 +129,8 @@ def main(world: World, arguments: list[str]) -> None:
     title = f"{folder}: {describe(rows)}"
     cells = [[format_cell(name, row[name]) for name in COLUMNS] for row in rows]
     print(one_line(title), table([[*COLUMNS.values()], *cells], str.rjust), sep="\n")
-    try:
+    with explain_os_error(f"{folder}: cannot be written", "copy it to a folder of your own"):
         atomic.write_text(folder / "scaling.json", json.dumps(rows, indent=2) + "\n")
         with folder_for_matplotlib():
             draw(rows, title, folder / "scaling.png")
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be written ({error.strerror}): copy it to a folder of your own"
-        ) from error
     say(f"scaling.json and scaling.png are in {folder}")

@@ -10,11 +10,10 @@ from typing import Any
 import numpy
 import torch
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files import atomic
 from hpctrain.files.plain import MAX_BYTES, open_plain, read_text
 from hpctrain.files.trust import is_below
-from hpctrain.text import reason
 
 NAME = "SHA256SUMS"
 # A user may edit a model card, and name the new place of the model that an adapter is for.
@@ -31,7 +30,7 @@ def write_digests(folder: Path) -> None:
 def check_digests(folder: Path) -> None:
     """Raise HpctrainError that names the first file with another digest than in SHA256SUMS, if any."""
     sums = folder / NAME
-    try:
+    with explain_os_error(f"{folder}: cannot be read", "copy it or make it again"):
         lines = read_text(sums, limit=MAX_BYTES, errors="replace").splitlines() if sums.exists() else []
         for line in lines:
             digest, between, name = line[:64], line[64:66], line[66:]
@@ -42,10 +41,6 @@ def check_digests(folder: Path) -> None:
                     f"{folder / name}: not the file that was written, according to {NAME}: "
                     f"copy it or make it again, or remove {NAME} if you have changed it"
                 )
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be read ({reason(error)}): copy it or make it again"
-        ) from error
 
 
 def _digest(path: Path) -> str:

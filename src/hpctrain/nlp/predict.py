@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hpctrain.cli import COMMANDS
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
+from hpctrain.errors import HpctrainError, UsageError, explain_os_error, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.files.plain import open_plain
 from hpctrain.nlp.data.formats import JSON_LINES, SURROGATE, TABLES, decode_text, get_field
@@ -69,15 +69,13 @@ def main(world: World, arguments: list[str]) -> None:
     fit_together(task, folder, model, tokenizer)
     try:
         if args.out:
-            try:
-                with atomic.file(args.out) as out:
-                    is_csv = args.out.suffix.lower() == ".csv"
-                    write = make_csv_writer(out, task, columns) if is_csv else make_json_writer(out)
-                    truncated = write_answers(task, model, tokenizer, config, rows, ids, args, write)
-            except OSError as error:
-                raise HpctrainError(
-                    f"{args.out}: cannot be written ({error.strerror}): give another --out"
-                ) from error
+            with (
+                explain_os_error(f"{args.out}: cannot be written", "give another --out"),
+                atomic.file(args.out) as out,
+            ):
+                is_csv = args.out.suffix.lower() == ".csv"
+                write = make_csv_writer(out, task, columns) if is_csv else make_json_writer(out)
+                truncated = write_answers(task, model, tokenizer, config, rows, ids, args, write)
         else:
             write = make_json_writer(sys.stdout)
             truncated = write_answers(task, model, tokenizer, config, rows, ids, args, write)
@@ -268,14 +266,12 @@ def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, 
             raise UsageError("TEXT is not UTF-8: set the locale of the terminal to UTF-8, or use --file")
         yield from (tuple(args.text[i : i + len(names)]) for i in range(0, len(args.text), len(names)))
         return
-    try:
+    with (
+        explain_os_error(f"{args.file}: cannot be read", "give --file a text file in UTF-8"),
         # <(COMMAND) of a shell is a pipe.
-        with open_plain(args.file) if args.file.is_file() else args.file.open("rb") as file:
-            text = decode_text(args.file, file.read(), for_tables="convert it to .jsonl")
-    except OSError as error:
-        raise HpctrainError(
-            f"{args.file}: cannot be read ({error.strerror}): give --file a text file in UTF-8"
-        ) from error
+        open_plain(args.file) if args.file.is_file() else args.file.open("rb") as file,
+    ):
+        text = decode_text(args.file, file.read(), for_tables="convert it to .jsonl")
     lines = text.removesuffix("\n").split("\n") if text else []  # an empty line is a text too
     if not lines:
         raise HpctrainError(f"{args.file}: the file is empty: put one text on each line")

@@ -26,7 +26,7 @@ from urllib.parse import parse_qs
 
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import ALONE, World, in_job
-from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
+from hpctrain.errors import HpctrainError, UsageError, explain_os_error, panics_as_errors
 from hpctrain.files.trust import write_private
 from hpctrain.nlp.data.formats import SURROGATE
 from hpctrain.nlp.models.model_folder import describe_error
@@ -295,12 +295,8 @@ def serve_on_port(args: argparse.Namespace) -> None:
     address = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/?token={Handler.token}"
     note = args.folder / "serve.url"
     if not sys.stdout.isatty():  # the log of a job may be open to others
-        try:
+        with explain_os_error(f"{note}: cannot be written", "copy the run folder, or use a terminal"):
             write_private(note, address + "\n")
-        except OSError as error:
-            raise HpctrainError(
-                f"{note}: cannot be written ({error.strerror}): copy the run folder, or use a terminal"
-            ) from error
         print(
             f"serving {Handler.model.task.name}; the address is in {note}, which you alone can read",
             flush=True,

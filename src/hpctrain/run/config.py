@@ -20,14 +20,14 @@ import torch
 
 from hpctrain import __version__
 from hpctrain.distributed.world import World, job_id
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files import atomic
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.files.trust import is_own
 from hpctrain.run.options import as_json
 from hpctrain.run.owner import launch_id
 from hpctrain.run.reader import read_record
-from hpctrain.text import as_given, first_line, say
+from hpctrain.text import as_given, say
 
 FACTS = ("image_digest", "revision", "code")  # entries of config.json
 
@@ -138,12 +138,8 @@ def _list_facts(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file of a run folder, without secrets. Raises HpctrainError, naming the file."""
-    try:
+    with explain_os_error(f"{path}: cannot be written", "free some space there, or use --out"):
         atomic.write_text(path, json.dumps(hide_secrets(content), indent=2) + "\n")
-    except OSError as error:
-        raise HpctrainError(
-            f"{path}: cannot be written ({first_line(error)}): free some space there, or use --out"
-        ) from error
 
 
 def versions() -> dict[str, str]:

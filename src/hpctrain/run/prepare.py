@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import in_job, job_id, restart_count, torchrun_restarts
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError, explain_os_error
 from hpctrain.files import atomic
 from hpctrain.files.trust import check_owner, make_private_folder, refuse_foreign
 from hpctrain.run.options import RunOptions
@@ -56,7 +56,7 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
     resume = None
     if source and not (own and (folder / "checkpoints").is_dir()):
         resume = checkpoint.find_newest(source)
-    try:
+    with explain_os_error(f"{folder}: cannot be written", "use --out to name a folder that you can write to"):
         make_private_folder(folder, foreseen=foreseen)
         places = [folder / name for name in ("checkpoints", "logs", "tensorboard")]
         for path in [*places, *checkpoint.list_newest_first(folder)]:
@@ -74,11 +74,6 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
         with probe.open("xb") as file:
             file.write(bytes(16_000))
         probe.unlink()
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be written ({error.strerror}): "
-            "use --out to name a folder that you can write to"
-        ) from error
     if own:
         with withdraw_if_refused(owner):
             resume = checkpoint.find_newest(folder)  # the last owner may have written until now

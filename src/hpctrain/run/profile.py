@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import explain_os_error
 from hpctrain.files import atomic
-from hpctrain.text import first_line
 
 SKIPPED = 10  # steps before the profile: in the first ones, torch chooses its kernels
 STEPS = 5  # in the profile
@@ -67,20 +66,18 @@ class Profile:
         seconds = time.perf_counter() - self._began
         self._profiler.stop()
         self.is_running = False
-        try:
-            with atomic.folder(self._folder) as unfinished:
-                trace = unfinished / "trace.json.gz"
-                self._profiler.export_chrome_trace(str(trace))
-                with gzip.open(trace, "rt", encoding="utf-8") as file:
-                    events = json.load(file)["traceEvents"]
-                steps = f"steps {self._first} to {self._done} since its start"
-                head = f"{self._title}: {steps}, {1e3 * seconds / STEPS:.2f} ms each"
-                page = self._summarize(self._profiler.key_averages(), events, seconds)
-                Path(unfinished, "summary.txt").write_text(f"{head}\n\n{page}", encoding="utf-8")
-        except OSError as error:
-            raise HpctrainError(
-                f"{self._folder}: cannot be written ({first_line(error)}): free some space there"
-            ) from error
+        with (
+            explain_os_error(f"{self._folder}: cannot be written", "free some space there"),
+            atomic.folder(self._folder) as unfinished,
+        ):
+            trace = unfinished / "trace.json.gz"
+            self._profiler.export_chrome_trace(str(trace))
+            with gzip.open(trace, "rt", encoding="utf-8") as file:
+                events = json.load(file)["traceEvents"]
+            steps = f"steps {self._first} to {self._done} since its start"
+            head = f"{self._title}: {steps}, {1e3 * seconds / STEPS:.2f} ms each"
+            page = self._summarize(self._profiler.key_averages(), events, seconds)
+            Path(unfinished, "summary.txt").write_text(f"{head}\n\n{page}", encoding="utf-8")
         return f"{self._folder}/summary.txt"
 
     def _summarize(self, averages: Iterable[Any], events: list[dict[str, Any]], seconds: float) -> str:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import IO
 
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, print_error
+from hpctrain.errors import explain_os_error, print_error
 from hpctrain.files import atomic
 from hpctrain.files.redaction import hide_secrets
 
@@ -23,12 +23,8 @@ def open_log(path: Path, world: World) -> IO[str]:
 
     Uncaught exceptions also go to stderr (one line if another rank's death causes it), crashes do not.
     """
-    try:
+    with explain_os_error(f"{path}: cannot be written", f"is {path.parent} shared by all nodes?"):
         log = atomic.open_to_append(path)
-    except OSError as error:
-        raise HpctrainError(
-            f"{path}: cannot be written ({error.strerror}): is {path.parent} shared by all nodes?"
-        ) from error
     faulthandler.enable(log)
     default_hook = sys.excepthook
 

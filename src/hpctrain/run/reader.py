@@ -10,10 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files.plain import open_plain, read_object, read_whole
 from hpctrain.run.best import Best, is_loss
-from hpctrain.text import reason
 
 # The entries of a line of metrics that are neither losses nor scores; the measured ones as charts show them.
 POSITION = ("epoch", "step", "seconds")
@@ -64,12 +63,10 @@ def read_configs(run: Path) -> list[dict[str, Any]]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run folder. Raises HpctrainError, naming the file."""
-    try:
+    with explain_os_error(
+        f"{path}: cannot be read", "name a run folder, such as runs/train_ddp/17", ValueError
+    ):
         return read_object(path)
-    except (OSError, ValueError) as error:
-        raise HpctrainError(
-            f"{path}: cannot be read ({reason(error)}): name a run folder, such as runs/train_ddp/17"
-        ) from error
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -93,13 +90,10 @@ def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
 
 def load_metrics(run: Path) -> list[dict[str, float]]:
     """As read_metrics(). Raises HpctrainError if the file cannot be read."""
-    try:
+    with explain_os_error(
+        f"{run}/metrics.jsonl cannot be read", "give a run folder, such as runs/train_ddp/17"
+    ):
         return _read_lines(run)
-    except OSError as error:
-        raise HpctrainError(
-            f"{run}/metrics.jsonl cannot be read ({reason(error)}): "
-            "give a run folder, such as runs/train_ddp/17"
-        ) from error
 
 
 def require_metrics(run: Path) -> list[dict[str, float]]:

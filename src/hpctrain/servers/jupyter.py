@@ -20,7 +20,7 @@ from shutil import which
 from hpctrain.distributed.control import stop_requested
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError, explain_os_error
 from hpctrain.files import atomic
 from hpctrain.parser import Parser
 from hpctrain.servers.tunnel import Tunnel
@@ -153,13 +153,9 @@ def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
         "display_name": name,
         "language": "python",
     }
-    try:
+    with explain_os_error(f"{path}: cannot be written", "set JUPYTER_DATA_DIR to a folder of your own"):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, json.dumps(kernel, indent=1) + "\n")
-    except OSError as error:
-        raise HpctrainError(
-            f"{path}: cannot be written ({error.strerror}): set JUPYTER_DATA_DIR to a folder of your own"
-        ) from error
     return path
 
 

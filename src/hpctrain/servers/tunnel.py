@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 
 from hpctrain.distributed.control import control_folder, stop_requested
 from hpctrain.distributed.world import job_id
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files.trust import make_private_folder, write_private
 
 # A request without the token gets this page, whose form sends the token as ?token=.
@@ -56,15 +56,12 @@ class Tunnel:
 
     def __enter__(self) -> "Tunnel":
         self._is_new = not self._folder.exists()
-        try:
+        with explain_os_error(
+            f"{self._folder}: cannot be written", "start this in a folder of your own, or name one by --out"
+        ):
             make_private_folder(self._folder, foreseen=self._is_default)
             self.token_file = self._folder.resolve() / "token"
             write_private(self.token_file, self.token + "\n")
-        except OSError as error:
-            raise HpctrainError(
-                f"{self._folder}: cannot be written ({error.strerror}): "
-                "start this in a folder of your own, or name one by --out"
-            ) from error
         # On the disk of the node, because a socket works there only and needs a short name. In a batch job it
         # is in a folder that the launch script removes, because scancel can kill this process first.
         folder = folder_that_ssh_sees()

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 from torch.utils.data import Dataset
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files.plain import open_plain
 from hpctrain.text import first_line
 
@@ -84,19 +84,15 @@ class TarShards(Dataset):
     def _read(self, wanted: list[tuple[int, str]]) -> list[bytes]:
         """The contents of files (example, extension), all in the same tar file."""
         path, contents = self.path(wanted[0][0]), []
-        try:
-            with path.open("rb", buffering=0) as file:
-                for number, extension in wanted:
-                    _, offset, size = self._places[number, self.extensions.index(extension)].tolist()
-                    contents.append(os.pread(file.fileno(), size, offset))
-                    if len(contents[-1]) < size:
-                        raise HpctrainError(
-                            f"{path}: ends within {self.key(number)}.{extension}: copy it again"
-                        )
-        except OSError as error:
-            raise HpctrainError(
-                f"{path}: cannot be read ({first_line(error)}): check the path and its permissions"
-            ) from error
+        with (
+            explain_os_error(f"{path}: cannot be read", "check the path and its permissions"),
+            path.open("rb", buffering=0) as file,
+        ):
+            for number, extension in wanted:
+                _, offset, size = self._places[number, self.extensions.index(extension)].tolist()
+                contents.append(os.pread(file.fileno(), size, offset))
+                if len(contents[-1]) < size:
+                    raise HpctrainError(f"{path}: ends within {self.key(number)}.{extension}: copy it again")
         return contents
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files.digests import arrays_sha256
 from hpctrain.files.plain import open_plain
 from hpctrain.text import counted, first_line, one_line
@@ -297,13 +297,11 @@ def _load_shards(
 
 
 def _scan(folder: Path) -> list[os.DirEntry]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be read ({first_line(error)}): check the path and its permissions"
-        ) from error
+    with (
+        explain_os_error(f"{folder}: cannot be read", "check the path and its permissions"),
+        os.scandir(folder) as entries,
+    ):
+        return list(entries)
 
 
 def is_of_system(name: str) -> bool:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files.plain import open_plain
 from hpctrain.text import first_line, one_line
 
@@ -123,15 +123,13 @@ def line_error(location: str, problem: str) -> HpctrainError:
 
 def read_text(path: Path) -> str:
     """The text of a file, without a byte order mark. Raises HpctrainError if it is empty or not UTF-8."""
-    try:
-        with open_plain(path) as file:
-            if os.fstat(file.fileno()).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-                raise HpctrainError(f"{path}: larger than the memory: split the file, or download it again")
-            content = file.read()
-    except OSError as error:
-        raise HpctrainError(
-            f"{path}: cannot be read ({error.strerror}): give --data a folder or a file"
-        ) from error
+    with (
+        explain_os_error(f"{path}: cannot be read", "give --data a folder or a file"),
+        open_plain(path) as file,
+    ):
+        if os.fstat(file.fileno()).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise HpctrainError(f"{path}: larger than the memory: split the file, or download it again")
+        content = file.read()
     text = decode_text(path, content)
     if not text.strip():
         raise HpctrainError(f"{path}: the file is empty: download it again")

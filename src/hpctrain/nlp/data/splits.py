@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError, explain_os_error
 from hpctrain.files.plain import refuse_pointer
 from hpctrain.files.trust import refuse_own_below_link
 from hpctrain.nlp.data.formats import OBJECTS, TABLES, UnlabeledError, describe_packed, list_names
@@ -101,7 +101,7 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
     formats.
     """
     suffixes = TABLES if tables else SUFFIXES
-    try:
+    with explain_os_error(f"{folder}: cannot be read", "give --data a folder or a file"):
         files = _list_data_files(folder.iterdir(), suffixes)
         splits = _group_by_split(folder, files)
         if not splits:
@@ -109,10 +109,6 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
             for path in files:
                 refuse_own_below_link(path, folder)
             splits = _group_by_split(folder, files)
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be read ({error.strerror}): give --data a folder or a file"
-        ) from error
     _with_test(splits)
     for name, such_as in (
         ("train", "ratings_train.txt or klue-nli-v1.1_train.json"),

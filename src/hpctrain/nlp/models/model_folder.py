@@ -14,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
-from hpctrain.errors import HpctrainError, hint_missing
+from hpctrain.errors import HpctrainError, explain_os_error, hint_missing
 from hpctrain.files import atomic
 from hpctrain.files.digests import write_digests
 from hpctrain.files.plain import read_object, refuse_pointer
 from hpctrain.files.trust import is_below, refuse_links_out
-from hpctrain.text import first_line, shorten
+from hpctrain.text import shorten
 
 if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctrain fetch` needs none
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -129,12 +129,8 @@ def refuse_foreign_files(folder: Path) -> None:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises HpctrainError that names the file."""
-    try:
+    with explain_os_error(f"{path}: cannot be read as JSON", "fetch or copy it again", ValueError):
         return read_object(path)
-    except (OSError, ValueError) as error:
-        raise HpctrainError(
-            f"{path}: cannot be read as JSON ({first_line(error)}): fetch or copy it again"
-        ) from error
 
 
 def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
