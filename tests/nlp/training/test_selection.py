@@ -48,11 +48,11 @@ def test_weights_are_those_of_scikit_learn():
 
 def test_loss_is_the_mean_of_the_weighted_losses_of_the_labels():
     logits, labels = torch.tensor([[2.0, 0.0], [0.5, 1.0], [1.0, 1.0]]), torch.tensor([0, 1, 0])
-    weights = torch.tensor([0.75, 1.5])
+    weights = torch.tensor([0.75, 2.0])
     each = -logits.log_softmax(1)[range(3), labels]
     features = Features.from_lists({"input_ids": [[1]] * 3}, {"labels": labels, "units": [1] * 3})
     batch = features.batch(torch.arange(3), {})
-    expected = (0.75 * each[0] + 1.5 * each[1] + 0.75 * each[2]) / 3
+    expected = (0.75 * each[0] + 2.0 * each[1] + 0.75 * each[2]) / 3
     assert compute_weighted_loss(logits, batch, weights).item() == pytest.approx(expected.item())
     assert compute_weighted_loss(logits, batch, torch.ones(2)).item() == pytest.approx(each.mean().item())
 
