@@ -69,7 +69,7 @@ COMMANDS = {
     "fetch": (
         "hpctrain.nlp.models.hub",
         "use",
-        "download a model from the Hugging Face hub, for nodes without internet",
+        "download a model of the Hugging Face hub or a data set, for nodes without internet",
     ),
     "tensorboard": (
         "hpctrain.servers.tensorboard",

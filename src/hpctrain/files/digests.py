@@ -23,7 +23,7 @@ NOT_CHECKED = (NAME, "README.md", "adapter_config.json")
 def write_digests(folder: Path) -> None:
     """Write SHA256SUMS for the files of a folder, all at once. Raises OSError."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    lines = [f"{_digest(folder / name)}  {name}\n" for name in names if name not in NOT_CHECKED]
+    lines = [f"{file_sha256(folder / name)}  {name}\n" for name in names if name not in NOT_CHECKED]
     atomic.write_text(folder / NAME, "".join(lines))
 
 
@@ -36,15 +36,24 @@ def check_digests(folder: Path) -> None:
             digest, between, name = line[:64], line[64:66], line[66:]
             # *: --binary
             known = between in ("  ", " *") and is_below(name) and (folder / name).is_file()
-            if not known or _digest(folder / name) != digest:
+            if not known or file_sha256(folder / name) != digest:
                 raise HpctrainError(
                     f"{folder / name}: not the file that was written, according to {NAME}: "
                     f"copy it or make it again, or remove {NAME} if you have changed it"
                 )
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, as sha256sum prints it."""
+    return _hash_file(path, hashlib.sha256())
+
+
+def git_blob(path: Path) -> str:
+    """The id of a file in a git repository, as git hash-object prints it: SHA-1 over its size and bytes."""
+    return _hash_file(path, hashlib.sha1(b"blob %d\0" % path.stat().st_size))
+
+
+def _hash_file(path: Path, digest: "hashlib._Hash") -> str:
     with open_plain(path) as file:
         while block := file.read(2**20):
             digest.update(block)

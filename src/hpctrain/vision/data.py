@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from hpctrain.commands.data_sets import hint_fetch
 from hpctrain.errors import HpctrainError, hint_missing
 from hpctrain.files.digests import arrays_sha256
 from hpctrain.files.plain import open_plain
@@ -102,7 +103,9 @@ def load(folder: Path | None, side: int = SIDE) -> tuple[Images, Images]:
 def load_mnist(folder: Path) -> tuple[Images, Images]:
     """MNIST (60,000 + 10,000 images) from its four files, plain or .gz. Raises HpctrainError."""
     if not folder.is_dir():
-        wrong, hint = ("not a folder", "") if folder.exists() else ("no such folder", hint_missing(folder))
+        wrong, hint = "not a folder", ""
+        if not folder.exists():
+            wrong, hint = "no such folder", hint_missing(folder) or hint_fetch(folder)
         raise HpctrainError(
             f"{folder}: {wrong}: --data takes a folder with MNIST's four idx files, plain or .gz{hint}"
         )

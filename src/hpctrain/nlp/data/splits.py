@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpctrain.errors import HpctrainError, UsageError, explain_os_error
+from hpctrain.files import digests
 from hpctrain.files.plain import refuse_pointer
 from hpctrain.files.trust import refuse_own_below_link
 from hpctrain.nlp.data.formats import OBJECTS, TABLES, UnlabeledError, describe_packed, list_names
@@ -185,7 +186,11 @@ def describe_files(folder: Path | None, tables: bool = False) -> Iterator[str]:
             names = [str(path.relative_to(folder)) for path in paths]
             yield f"{folder}: {len(paths)} files for {name}: {list_names(names)}"
     used = {path for paths in splits.values() for path in paths}
-    unused = sorted(path.name for path in folder.iterdir() if path not in used and not path.is_dir())
+    unused = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path not in used and not path.is_dir() and path.name != digests.NAME
+    )
     why = f"a data file has one of the words {', '.join(SPLITS)} in its name"
     if unused:
         yield f"{folder}: not used: {list_names(unused)} ({why})"

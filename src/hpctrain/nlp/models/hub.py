@@ -16,11 +16,11 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 # a public name of a package without __all__
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id  # type: ignore[attr-defined]
 
+from hpctrain.commands import data_sets
 from hpctrain.distributed.rendezvous import all_or_none, gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, hint_missing
-from hpctrain.files import atomic
-from hpctrain.files.digests import write_digests
+from hpctrain.files.download import complete_folder, partial_folder
 from hpctrain.files.trust import refuse_foreign
 from hpctrain.nlp.data.formats import TABLES
 from hpctrain.nlp.data.splits import SUFFIXES
@@ -88,9 +88,10 @@ def resolve_data(path: Path, world: World) -> Path:
             return path
         is_broken_link = path.resolve() != Path.cwd() / path
         if is_broken_link or not is_hub_name:
+            hint = hint_missing(path) or data_sets.hint_fetch(path)
             raise HpctrainError(
                 f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the "
-                f"name of a data set on the hub (OWNER/NAME){hint_missing(path)}"
+                f"name of a data set on the hub (OWNER/NAME){hint}"
             )
     snapshot = _resolve(f"{owner}/{name}", world, _find_data_in_cache, partial(_download_data, path))
     with all_or_none(world):
@@ -156,13 +157,13 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
     with _explain_errors(name, "check the name and the connection, then run the command again"):
         commit = HfApi().model_info(name, revision=revision).sha
     assert commit is not None  # the hub gives the commit with all other information
-    unfinished = folder.with_name(f".{folder.name}.{commit}.partial")
-    refuse_foreign(unfinished, advice="fetch into a folder of your own")
-    with _explain_errors(name, f"run the same command again, and it continues from {unfinished}"):
+    unfinished = partial_folder(folder, commit)
+    with (
+        _explain_errors(name, f"run the same command again, and it continues from {unfinished}"),
+        complete_folder(unfinished, folder),
+    ):
         _download_snapshot(name, commit, local_dir=unfinished)
         shutil.rmtree(unfinished / ".cache")  # the hub's record of what has been downloaded
-        write_digests(unfinished)
-        atomic.rename_folder(unfinished, folder, replace=False)
     return commit
 
 
@@ -234,6 +235,7 @@ def _find_data_in_cache(name: str, commit: str | None) -> Path | None:
 def _download_data(path: Path, name: str, commit: str | None = None) -> Path:
     """Download a data set into the cache; `path` is the --data argument, perhaps a path with a mistake."""
     remedy = "correct the path, or download the data set where there is internet and give --data DIR"
+    remedy += data_sets.hint_fetch(path)
     with _explain_errors(
         f"{path} (no such file or folder here, so a data set on the hub)", remedy, "data set"
     ):
@@ -286,7 +288,8 @@ def _explain_errors(what: str, remedy: str, kind: str = "model") -> Iterator[Non
 def parser() -> Parser:
     options = Parser(
         prog="hpctrain fetch",
-        description="Download a model from the Hugging Face hub into a folder, for nodes without internet.",
+        description="Download a model from the Hugging Face hub into a folder, for nodes without internet. "
+        "hpctrain fetch data downloads a data set (hpctrain fetch data --help).",
     )
     options.add_argument(
         "model", metavar="NAME", help="name of the model on the hub, such as beomi/kcbert-base"
@@ -302,6 +305,10 @@ def parser() -> Parser:
 
 def main(world: World, arguments: list[str]) -> None:
     """Run `hpctrain fetch`, on one rank if a launcher started several."""
+    if arguments[:1] == ["data"]:
+        if world.rank == 0:
+            data_sets.main(arguments[1:])
+        return
     args = parser().parse_args(arguments)
     if world.rank == 0:
         commit = fetch_model(args.model, args.folder, args.revision)
