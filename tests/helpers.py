@@ -8,10 +8,13 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from hpctrain.checkpoints.position import Evaluations, Position
 
@@ -98,9 +101,22 @@ def write_fewer(source: Path, target: Path) -> None:
         target.write_text(end.join([head, *examples[::4]]) + "\n")
 
 
-def run_hpctrain(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hpctrain", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+def run_command(command: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; what it prints is text."""
+    options = {"timeout": 1800} | options  # as long as the build of an image takes on a busy machine
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+
+
+def run_hpctrain(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return run_command([sys.executable, "-m", "hpctrain", *words], **{"timeout": 300} | options)
+
+
+def run_on_small_disk(size: str, *command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that has a file system of this size below `small`."""
+    if os.geteuid() != 0:
+        pytest.skip("a small file system needs root")
+    script = f'mkdir -p small; mount -t tmpfs -o size={size} none small; exec "$@"'
+    return run_command(["unshare", "--mount", "bash", "-ec", script, "-", *command], cwd=cwd)
 
 
 @contextmanager

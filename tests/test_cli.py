@@ -1,6 +1,5 @@
 """The command line as a whole: where packages are missing, and what all commands share."""
 
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ from hpctrain.cli import COMMANDS, load_command
 from hpctrain.errors import UsageError
 from hpctrain.parser import did_you_mean, trainer_parser
 from hpctrain.run.options import RunOptions
+from tests.helpers import run_command, run_hpctrain
 
 
 @pytest.mark.slow
@@ -29,15 +29,13 @@ def test_a_missing_package_of_the_extra_is_one_line(tmp_path, command, package):
         f"import sys; sys.modules.update(dict.fromkeys({hidden})); sys.argv = {words}; "
         "from hpctrain.__main__ import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = run_command([sys.executable, "-c", code], cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert f" {package}, " in done.stderr and "'.[image]'" in done.stderr
 
 
 def test_a_script_is_no_command(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "./mine.py"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = run_hpctrain("./mine.py", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "'./mine.py'" in done.stderr and "torchrun" in done.stderr
 
@@ -96,6 +94,5 @@ def test_the_options_of_fine_tuning_are_grouped():
 
 @pytest.mark.parametrize("words", [["help", "plot"], ["plot", "--help"]])
 def test_help_of_a_command(words):
-    command = [sys.executable, "-m", "hpctrain", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_hpctrain(*words, check=True)
     assert done.stdout.startswith("usage: hpctrain plot [-h] RUN")

@@ -1,13 +1,14 @@
 """A trainer imports no library that it does not use: each file is a request, from every rank."""
 
-import subprocess
 import sys
 
 import pytest
 
+from tests.helpers import run_command
+
 
 def run(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_command([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

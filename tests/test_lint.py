@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY, project_files
 
+from tests.helpers import run_command
+
 pytestmark = pytest.mark.main_road
 
 TEXTS = {name: (REPOSITORY / name).read_text(errors="replace") for name in project_files()}
@@ -62,9 +64,7 @@ BRITISH = {
 
 
 def run(*command, cwd=REPOSITORY):
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
-    )
+    return run_command(command, cwd=cwd, stdin=subprocess.DEVNULL)
 
 
 def place(name, text, match):

@@ -1,10 +1,11 @@
 """Parts of the Makefile that need no build."""
 
 import os
-import subprocess
 
 import pytest
 from slurm_cluster import REPOSITORY
+
+from tests.helpers import run_command
 
 TOY = """
 include Makefile
@@ -33,9 +34,7 @@ def toy(tmp_path):
 
     def run(target, **env):
         command = ["make", "-f", "toy.mk", "MAKE=make -f toy.mk", target]
-        return subprocess.run(
-            command, cwd=tmp_path, env=outside | env, capture_output=True, text=True, timeout=60
-        )
+        return run_command(command, cwd=tmp_path, env=outside | env, timeout=60)
 
     return run
 

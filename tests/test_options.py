@@ -5,7 +5,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import COMMANDS
+from tests.helpers import run_command
 
 pytestmark = pytest.mark.main_road
 
@@ -30,7 +30,7 @@ def options():
             for option in action.option_strings:
                 found[option].append(command)
     for script in sorted(path for path in REPOSITORY.glob("launch/*.sh") if os.access(path, os.X_OK)):
-        text = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
+        text = run_command([script, "--help"], check=True).stdout
         for option in re.findall(r"^  (--[a-z-]+)", text, re.M):
             found[option].append(script.name)
     return {

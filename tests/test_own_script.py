@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 
@@ -20,7 +19,7 @@ import hpctrain
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.files import plain
 from hpctrain.run.record import Record
-from tests.helpers import run_ranks, start_ranks
+from tests.helpers import run_command, run_ranks, start_ranks
 
 SINGLE_GPU, NOTHING_LOST = (
     REPOSITORY / "examples/own-script" / name for name in ("1_single_gpu.py", "2_nothing_lost.py")
@@ -28,9 +27,7 @@ SINGLE_GPU, NOTHING_LOST = (
 
 
 def python(code, **env):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | env
-    )
+    return run_command([sys.executable, "-c", code], env=os.environ | env)
 
 
 def result(folder):
@@ -41,7 +38,7 @@ def result(folder):
 
 
 def test_at_most_15_lines_lead_from_one_gpu_to_a_run_that_loses_nothing():
-    done = subprocess.run(["diff", SINGLE_GPU, NOTHING_LOST], capture_output=True, text=True)
+    done = run_command(["diff", SINGLE_GPU, NOTHING_LOST])
     changed = [line for line in done.stdout.splitlines() if line.startswith(">")]
     assert 5 < len(changed) <= 15, done.stdout
     assert sorted((REPOSITORY / "examples/own-script").glob("*.py")) == [SINGLE_GPU, NOTHING_LOST]
@@ -49,7 +46,7 @@ def test_at_most_15_lines_lead_from_one_gpu_to_a_run_that_loses_nothing():
 
 @pytest.mark.slow
 def test_both_examples_train(tmp_path):
-    done = subprocess.run([sys.executable, SINGLE_GPU], cwd=tmp_path, capture_output=True, text=True)
+    done = run_command([sys.executable, SINGLE_GPU], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"epoch \d loss ([\d.]+)\n", done.stdout)]
     assert len(losses) == 2 and losses[-1] < 0.5

@@ -19,6 +19,8 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import gpu
 import gpu_checks
 
+from tests.helpers import run_command
+
 PROGRAMS = ("gpu.py", "gpu_speed.py", "gpu_checks.py", "nlp.py", "vision.py")
 
 
@@ -72,9 +74,7 @@ def test_whatever_ends_it_leaves_a_table_and_the_next_one_goes_on(tmp_path):
     deadline = time.monotonic() + 60
     while not (tmp_path / "gpu.png").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
+    children = run_command(["pgrep", "-P", str(process.pid)], check=True).stdout.split()
     process.kill()
     process.wait()
     deadline = time.monotonic() + 60
@@ -84,9 +84,7 @@ def test_whatever_ends_it_leaves_a_table_and_the_next_one_goes_on(tmp_path):
     with (tmp_path / "gpu.jsonl").open("a") as file:
         file.write('{"case": "lora", "key')  # killed within a line
     assert "## The machine\n" in (tmp_path / "gpu.md").read_text()
-    done = subprocess.run(
-        [*command, "--budget", "0"], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True
-    )
+    done = run_command([*command, "--budget", "0"], cwd=REPOSITORY, env=env, check=True)
     assert re.search("0 of 1 .*--budget 0 ", done.stdout)
     _, *lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert [line["case"] for line in lines] == ["machine", "machine"]
@@ -174,21 +172,21 @@ def test_the_bundle_has_what_a_machine_without_a_network_needs(tmp_path):
     reviews.mkdir()
     command = [repository / "benchmarks/gpu_bundle.sh", reviews]
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    refused = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    refused = run_command(command, env=env, check=False)
     assert refused.returncode == 1 and "ratings_train.txt" in refused.stderr
     assert not any((repository / "build").iterdir())
     for name in ("train", "test"):
         (reviews / f"ratings_{name}.txt").write_text(
             "id\tdocument\tlabel\n" + "1\tgood film\t1\n2\tbad\t0\n" * 40
         )
-    subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    run_command(command, env=env, check=True)
     moved = (repository / "build/gpu").rename(tmp_path / "elsewhere")
     shutil.rmtree(repository)
     size = sum(path.stat().st_size for path in moved.rglob("*"))
     assert size < 60e6
-    done = subprocess.run(
+    done = run_command(
         [moved / "run.sh", "--dry-run", "--only", "reviews-compiled"],
-        env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+        env=env | {"OMP_NUM_THREADS": "1"}, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search("1 of 1 .*0 failed", done.stdout)

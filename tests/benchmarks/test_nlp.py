@@ -1,9 +1,10 @@
-import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
 from slurm_cluster import REPOSITORY
+
+from tests.helpers import run_command
 
 
 def run(*options):
@@ -18,7 +19,7 @@ def run(*options):
         "--turns",
         "1",
     ]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    done = run_command([sys.executable, *command])
     assert done.returncode == 0, done.stderr
     lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     return {row[0]: dict(zip(lines[0], row, strict=True)) for row in lines[1:]}, done.stdout, done.stderr

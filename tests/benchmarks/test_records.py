@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,8 @@ from slurm_cluster import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import records
+
+from tests.helpers import run_command
 
 RECORDS = sorted((REPOSITORY / "benchmarks/records").glob("*.json"))
 
@@ -83,5 +84,5 @@ def test_only_a_commit_is_recorded(monkeypatch):
 def test_a_benchmark_runs(command):
     script, *options = command.split()
     words = [sys.executable, REPOSITORY / "benchmarks" / script, *options, "--turns", "1"]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = run_command(words)
     assert done.returncode == 0 and "medians of 1 turns" in done.stdout, done.stderr

@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import subprocess
 import sys
 import zipfile
 
@@ -20,7 +19,7 @@ from hpctrain.nlp.batches import features
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.transformers import RunFolder
-from tests.helpers import POSITION
+from tests.helpers import POSITION, run_command
 
 FLIPS = 40  # of each format
 
@@ -254,7 +253,7 @@ def test_crafted_checkpoints_neither_load_nor_end_the_process(tmp_path):
         rewrite(tmp_path / "tensor.pt", files / name, change)
     for number in range(4 * FLIPS):
         rewrite(tmp_path / "model.pt", files / f"random {number}", lambda old: change_at_random(old, chance))
-    done = subprocess.run([sys.executable, "-c", LOAD, files], capture_output=True, text=True)
+    done = run_command([sys.executable, "-c", LOAD, files])
     said = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
     assert done.returncode == 0 and len(said) == len(CRAFTED) + 4 * FLIPS, done.stderr + done.stdout[-500:]
     assert {said[name] for name in CRAFTED} == {"0"}

@@ -5,7 +5,6 @@ import errno
 import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from hpctrain.checkpoints.saver import Checkpointer, copy_tensors, plan_copy
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from tests.helpers import run_command
 
 NEVER = Interval.parse("1000h")
 
@@ -302,7 +302,7 @@ sys.modules["probe"] = types.SimpleNamespace(parser=None, main=fail)
 cli.COMMANDS["probe"] = ("probe", "use", "fail")
 __main__.main()
 """
-    done = subprocess.run([sys.executable, "-c", code, "probe", folder], capture_output=True, text=True)
+    done = run_command([sys.executable, "-c", code, "probe", folder])
     assert (done.returncode, done.stderr) == (1, "hpctrain: error: training diverged\n")
     assert names(folder) == ["epoch-0001.pt"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import BUILD, CLUSTER_SH, REPOSITORY, Cluster, bare_binds, missing, project_files
 
-from tests.helpers import BARE_PYTHON
+from tests.helpers import BARE_PYTHON, run_command
 from tests.launch.helpers import HERE, STANDIN_PATH, wait_until
 
 pytestmark = pytest.mark.slow
@@ -376,9 +376,9 @@ with Cluster(nodes=1) as cluster:
     cluster.install("alice")
     print(cluster.exec("login", "srun", "ls", "hpctrain/cluster/demo.py", user="alice").stdout)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=clone / "cluster", umask=0o077, capture_output=True, text=True,
-        env=os.environ | {"CLUSTER_ROOTFS": os.environ.get("CLUSTER_ROOTFS", f"{BUILD / 'rootfs'}")},
+    done = run_command(
+        [sys.executable, "-c", program], cwd=clone / "cluster", umask=0o077,
+        env=os.environ | {"CLUSTER_ROOTFS": os.environ.get("CLUSTER_ROOTFS", f"{BUILD / 'rootfs'}")}
     )  # fmt: skip
     assert done.stdout.strip() == "hpctrain/cluster/demo.py", done.stderr
 
@@ -460,7 +460,7 @@ def test_run_dies_with_its_caller(tmp_path):
 
 @pytest.mark.parametrize("script", ["cluster.sh", "machine.sh", "build_rootfs.sh", "extract_environment.sh"])
 def test_help_names_the_script(script):
-    done = subprocess.run([REPOSITORY / "cluster" / script, "--help"], capture_output=True, text=True)
+    done = run_command([REPOSITORY / "cluster" / script, "--help"])
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
 
 

@@ -14,6 +14,7 @@ from slurm_cluster import REPOSITORY
 from hpctrain.commands import add
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
+from tests.helpers import run_command
 
 HOME = "/home/alice/hpctrain"
 
@@ -230,7 +231,7 @@ def test_the_packages_that_people_add_fit_the_versions_of_the_image(tmp_path):
         pins,
         wanted,
     ]
-    done = subprocess.run(uv, capture_output=True, text=True)
+    done = run_command(uv)
     assert done.returncode == 0, done.stderr
 
 

@@ -13,6 +13,7 @@ from slurm_cluster import REPOSITORY
 from hpctrain.cli import COMMANDS, GROUPS
 from hpctrain.commands import completion
 from hpctrain.errors import HpctrainError
+from tests.helpers import run_command
 
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
 
@@ -43,7 +44,7 @@ def complete(prefix, *words):
         printf '%s\\n' "${COMPREPLY[@]}"
     """
     command = ["bash", "--norc", "-c", script, "-", prefix / completion.FILES["bash"], "hpctrain", *words]
-    done = subprocess.run(command, cwd=prefix, capture_output=True, text=True)
+    done = run_command(command, cwd=prefix)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -75,7 +76,7 @@ def test_every_command_has_a_group_and_a_line_that_stands_alone(parsers):
         == set(GROUPS)
         == {"train", "fine-tune", "use", "inspect"}
     )
-    done = subprocess.run([*HPCTRAIN, "--help"], capture_output=True, text=True, check=True)
+    done = run_command([*HPCTRAIN, "--help"], check=True)
     for name, (_, group, text) in COMMANDS.items():
         assert re.search(rf"^  {re.escape(name)} +{re.escape(text)}$", done.stdout, re.M)
         assert done.stdout.index(GROUPS[group]) < done.stdout.index(f"\n  {name} ")
@@ -112,9 +113,7 @@ def test_the_files_depend_on_nothing_but_the_sources(prefix, parsers, tmp_path):
         "PYTHONHASHSEED": "7",
         "LANG": "C",
     }
-    done = subprocess.run(
-        [*HPCTRAIN, "completion", "--write", tmp_path], env=env, capture_output=True, text=True, timeout=300
-    )
+    done = run_command([*HPCTRAIN, "completion", "--write", tmp_path], env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(tmp_path / name) for name in completion.FILES.values()]
     for name in completion.FILES.values():
@@ -145,9 +144,7 @@ import sys; sys.prefix = {str(prefix)!r}
 import hpctrain.__main__
 hpctrain.__main__.main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, "completion", "bash"], env=env, capture_output=True, text=True
-    )
+    done = run_command([sys.executable, "-c", code, "completion", "bash"], env=env)
     assert done.returncode == 0 and done.stdout == (prefix / completion.FILES["bash"]).read_text(), (
         done.stderr
     )
@@ -162,7 +159,7 @@ hpctrain.__main__.main()
     ],
 )
 def test_bad_input_is_one_line(args, status, message):
-    done = subprocess.run([*HPCTRAIN, "completion", *args], capture_output=True, text=True)
+    done = run_command([*HPCTRAIN, "completion", *args])
     assert done.returncode == status and done.stderr.count("\n") == 1 and message in done.stderr
 
 

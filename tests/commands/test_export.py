@@ -2,13 +2,11 @@
 
 import csv
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
-from tests.helpers import make_run, run_hpctrain, wandb_key, wandb_records
+from tests.helpers import make_run, run_command, run_hpctrain, run_on_small_disk, wandb_key, wandb_records
 
 # A run that was requeued after step 10: step 10 twice, and a step of training and of evaluation in two lines.
 LINES = [
@@ -46,26 +44,10 @@ def test_csv(tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_line(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("a small file system needs root")
     make_run(tmp_path / "17", lines=LINES)
-    script = "mkdir small; mount -t tmpfs -o size=300k none small; cp -r 17 small; "
-    script += 'cat /dev/zero >small/filler || "$@"'
-    command = [
-        "unshare",
-        "--mount",
-        "bash",
-        "-ec",
-        script,
-        "-",
-        sys.executable,
-        "-m",
-        "hpctrain",
-        "export",
-        "wandb",
-        "small/17",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    script = 'cp -r 17 small; cat /dev/zero >small/filler || "$@"'
+    command = [sys.executable, "-m", "hpctrain", "export", "wandb", "small/17"]
+    done = run_on_small_disk("300k", "bash", "-c", script, "-", *command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 2, done.stderr  # with that of cat
     assert (
@@ -120,12 +102,8 @@ def test_wandb(tmp_path, monkeypatch):
         path.name for path in written.rglob("*") if path.name in ("requirements.txt", "wandb-metadata.json")
     ] == []
 
-    sync = subprocess.run(
-        [sys.executable, "-m", "wandb", "sync", "--dry-run", written],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    sync = run_command(
+        [sys.executable, "-m", "wandb", "sync", "--dry-run", written], cwd=tmp_path, timeout=120
     )
     assert sync.returncode == 0 and written.name in sync.stdout + sync.stderr, sync.stdout + sync.stderr
 

@@ -1,7 +1,6 @@
 """hpctrain plot."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from hpctrain.commands import plot
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
-from tests.helpers import make_run
+from tests.helpers import make_run, run_command
 
 
 def test_the_picture(tmp_path, capsys):
@@ -56,11 +55,9 @@ def test_an_empty_entry_of_pythonpath_imports_nothing_from_the_current_folder(tm
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 1, "train_loss": 1.0}\n')
     source = str(Path(hpctrain.__file__).parents[1])
     for path in (f":{source}", f"{source}:", f"{source}::/nowhere"):
-        done = subprocess.run(
+        done = run_command(
             [*SAFE_PYTHON, "-m", "hpctrain", "plot", "."],
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-            capture_output=True,
-            text=True,
         )
         assert (done.returncode, done.stdout) == (0, "curves.png\n"), done.stderr

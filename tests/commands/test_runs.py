@@ -12,7 +12,7 @@ from hpctrain.commands import runs
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.run import reader
-from tests.helpers import DIGEST, make_run, run_hpctrain
+from tests.helpers import DIGEST, make_run, run_command, run_hpctrain
 
 
 def test_the_table(tmp_path):
@@ -70,7 +70,7 @@ runs.main(ALONE, sys.argv[1:])
 names = [name for name in opened.elements() if name.endswith((".json", ".jsonl")) and "train_ddp" in name]
 print(len(names), len(set(names)))
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = run_command([sys.executable, "-c", code, str(tmp_path)])
     *table, opened = done.stdout.splitlines()
     assert len(table) == 21 and opened == "80 80", done
 
@@ -92,7 +92,7 @@ def test_torch_is_not_imported(tmp_path):
         "import hpctrain.commands.runs, hpctrain.commands.report, sys; "
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert run_command([sys.executable, "-c", code]).stdout == "[]\n"
 
 
 def test_a_reader_that_ends_and_folders_of_others(tmp_path):
@@ -110,7 +110,7 @@ def test_a_reader_that_ends_and_folders_of_others(tmp_path):
     assert (done.returncode, done.stderr) == (1, text)
     (tmp_path / "run/config.json").unlink()
     (tmp_path / "run/config.json").mkdir()
-    done = subprocess.run([*command, "report", tmp_path / "run"], capture_output=True, text=True)
+    done = run_command([*command, "report", tmp_path / "run"])
     assert (
         done.returncode == 1 and "config.json: cannot be read" in done.stderr and done.stderr.count("\n") == 1
     )

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
 
@@ -12,7 +11,7 @@ from slurm_cluster import REPOSITORY
 from hpctrain.commands import scaling
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError
-from tests.helpers import write_digits
+from tests.helpers import run_command, write_digits
 
 SCRIPT = REPOSITORY / "launch/scaling.sh"
 
@@ -100,7 +99,7 @@ def submit(tmp_path, *words, **env):
     (tmp_path / "sbatch").write_text('#!/bin/sh\necho sbatch "$@"\n')
     (tmp_path / "sbatch").chmod(0o755)
     env |= {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    return subprocess.run([SCRIPT, *words], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    return run_command([SCRIPT, *words], cwd=REPOSITORY, env=env)
 
 
 def test_a_job_for_each_number_of_ranks(tmp_path):
@@ -149,7 +148,7 @@ def test_without_slurm_it_is_one_line(tmp_path):
     for name in ("bash", "ls", "hostname"):
         (tmp_path / name).symlink_to(shutil.which(name))
     words = [SCRIPT, "runs/none", "1", "4", "launch/local.sh", "train_ddp"]
-    done = subprocess.run(words, cwd=REPOSITORY, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    done = run_command(words, cwd=REPOSITORY, env={"PATH": str(tmp_path)})
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
     assert (
         "there is no sbatch on the PATH of " in done.stderr
@@ -162,7 +161,7 @@ def test_the_model_of_start_up():
 
     def rows(*options):
         command = [sys.executable, REPOSITORY / "benchmarks/startup_model.py", *options]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        lines = run_command(command, check=True).stdout.splitlines()
         assert options or "\n".join(lines) in (REPOSITORY / "benchmarks/scale.md").read_text()
         return [
             [float(cell.strip(" s").replace(",", "")) for cell in line.split("|")[1:8]] for line in lines[2:]
@@ -202,7 +201,7 @@ def test_a_script_by_its_name_alone_is_that_of_the_path(tmp_path):
             script.chmod(0o755)
     command = [SCRIPT, "runs", "1", "1", "ddp.sh", "train_ddp"]
     env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
-    done = subprocess.run(command, env=env, cwd=tmp_path / "here", capture_output=True, text=True)
+    done = run_command(command, env=env, cwd=tmp_path / "here")
     assert done.stdout.startswith("bin: ") and f" {tmp_path}/bin/ddp.sh train_ddp" in done.stdout, done
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY, Cluster
 
+from tests.helpers import run_command
+
 FLAVOR = os.environ["FLAVOR"]
 SIF = REPOSITORY / f"hpctrain-{FLAVOR}.sif"
 HOME = "/home/alice/hpctrain"
@@ -131,7 +133,7 @@ def test_kernels_are_for_the_documented_architectures(cluster, tmp_path):
         set(
             re.findall(
                 r"sm_\d+",
-                subprocess.run([cuobjdump, what, copy], text=True, capture_output=True, check=True).stdout,
+                run_command([cuobjdump, what, copy], check=True).stdout,
             )
         )
         for what in ("--list-elf", "--list-ptx")

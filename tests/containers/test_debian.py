@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY
 
+from tests.helpers import run_command
+
 pytestmark = pytest.mark.slow
 
 INSTALL = "/src/containers/install/debian.sh"
@@ -32,11 +34,9 @@ def debian(tmp_path: Path) -> Iterator[Path]:
 
 
 def enter(root: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_command(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", ENTER, root, *command],
         env={**os.environ, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **env},
-        capture_output=True,
-        text=True,
     )
 
 
@@ -82,9 +82,9 @@ def test_the_build_ends_if_the_archive_cannot_be_reached(debian):
 
 
 def test_an_invalid_snapshot_is_one_line():
-    done = subprocess.run(
+    done = run_command(
         [REPOSITORY / "containers/install/debian.sh", "runtime"],
-        env={**os.environ, "DEBIAN_SNAPSHOT": "yesterday"}, capture_output=True, text=True,
+        env={**os.environ, "DEBIAN_SNAPSHOT": "yesterday"}
     )  # fmt: skip
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "yesterday" in done.stderr
 

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from slurm_cluster import CLUSTER_SH, REPOSITORY
 
-from tests.helpers import write_digits
+from tests.helpers import run_command, write_digits
 
 pytestmark = pytest.mark.slow
 
@@ -352,12 +352,8 @@ def test_an_ordinary_user_builds_the_same_image_from_the_definition(cluster, tmp
     What make image has compiled from the same inputs is installed; compiling takes as long as all the rest.
     """
     subprocess.run(["make", "base"], cwd=REPOSITORY, check=True)
-    wheels = subprocess.run(
-        ["bash", "-c", "source containers/build_functions.sh; wheels_folder"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
+    wheels = run_command(
+        ["bash", "-c", "source containers/build_functions.sh; wheels_folder"], cwd=REPOSITORY, check=True
     ).stdout
     clone = cluster.state / "home/alice/from-def"
     subprocess.run(["cp", "-a", cluster.state / "home/alice/hpctrain", clone], check=True)
@@ -366,7 +362,7 @@ def test_an_ordinary_user_builds_the_same_image_from_the_definition(cluster, tmp
     shutil.copytree(REPOSITORY / "build/compiled", clone / "build/compiled")
     subprocess.run(["chown", "-R", "1000:1000", clone], check=True)
     options = ["-b", wheels, "-e", f"WHEELS={wheels}"] if wheels else []
-    done = subprocess.run(
+    done = run_command(
         [
             CLUSTER_SH,
             "run",
@@ -381,8 +377,6 @@ def test_an_ordinary_user_builds_the_same_image_from_the_definition(cluster, tmp
             "def.sif",
         ],
         cwd=clone,
-        capture_output=True,
-        text=True,
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -429,17 +423,15 @@ def test_make_builds_nothing_twice(sif):
 @pytest.mark.parametrize("script", ["containers/build_image.sh", "apptainer/build_sif.sh"])
 def test_a_build_with_invalid_options_is_one_line(script):
     for arguments in (["--flavor", "nothing"], ["--mpi", "lam"], ["--nonsense"], ["--flavor"]):
-        done = subprocess.run(
-            [REPOSITORY / script, *arguments], capture_output=True, text=True, env={**os.environ}
-        )
+        done = run_command([REPOSITORY / script, *arguments], env={**os.environ})
         assert done.returncode != 0 and done.stderr.count("\n") == 1
 
 
 def test_a_file_that_is_not_a_sif_stays_unchanged(tmp_path):
     (tmp_path / "file").write_bytes(b"no SIF" * 100)
-    done = subprocess.run(
+    done = run_command(
         [REPOSITORY / "containers/sif.py", tmp_path / "file"],
-        env={**os.environ, "SOURCE_DATE_EPOCH": "1"}, capture_output=True, text=True,
+        env={**os.environ, "SOURCE_DATE_EPOCH": "1"}
     )  # fmt: skip
     assert done.returncode == 1 and "is not a SIF" in done.stderr and done.stderr.count("\n") == 1
     assert (tmp_path / "file").read_bytes() == b"no SIF" * 100

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import PurePosixPath
 import pytest
 from slurm_cluster import REPOSITORY
 
-from tests.helpers import IMAGE_TAR
+from tests.helpers import IMAGE_TAR, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +65,7 @@ def own_words() -> list[bytes]:
         if re.search("(?i)proxy$|^PIP_(INDEX_URL|FIND_LINKS)|^WHEELS$", name)
     }
     if shutil.which("pip"):
-        pip = subprocess.run(["pip", "config", "list"], capture_output=True, text=True).stdout
+        pip = run_command(["pip", "config", "list"]).stdout
         words |= {word for word in re.findall(r"[^\s'=]+", pip) if "/" in word and "ssl" not in word}
     return [word.encode() for word in words if len(word) > 5 and "pypi.org" not in word]
 

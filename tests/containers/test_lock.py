@@ -4,11 +4,12 @@ import http.server
 import json
 import os
 import shutil
-import subprocess
 import threading
 
 import pytest
 from slurm_cluster import REPOSITORY
+
+from tests.helpers import run_command
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ def test_the_lock_of_a_build_is_the_same_for_arm64():
     """A lock has the hashes of all files of a version; a package for one platform only would change it."""
     check = ["containers/lock.sh", "--check", "--platform", "aarch64", "--flavor"]
     env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
-    done = subprocess.run([*check, "cu130-build"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    done = run_command([*check, "cu130-build"], cwd=REPOSITORY, env=env)
     assert done.returncode == 0, done.stderr
 
 
@@ -25,14 +26,14 @@ def test_a_stale_lock_is_named(tmp_path):
     """With the shortest lock: whenever an index gets more files of a pinned version, a lock is stale."""
     env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
     check = ["containers/lock.sh", "--check", "--flavor", "cu130-build"]
-    done = subprocess.run(check, cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    done = run_command(check, cwd=REPOSITORY, env=env)
     assert done.returncode == 0, done.stderr
     shutil.copytree(REPOSITORY / "containers", tmp_path / "containers")
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     lock = tmp_path / "containers/locks/cu130-build.lock"
     lock.write_text(lock.read_text().replace("nvidia-nvvm==", "nvidia-old=="))
     before = lock.read_bytes()
-    done = subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = run_command(check, cwd=tmp_path, env=env)
     assert done.returncode == 1 and "containers/locks/cu130-build.lock " in done.stderr
     assert lock.read_bytes() == before
 
@@ -62,7 +63,7 @@ def test_known_holes_are_listed_but_those_that_a_patch_closes():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OpenVulnerabilities) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = os.environ | {"PIP_AUDIT_OSV_URL": f"http://127.0.0.1:{server.server_port}"}
-        done = subprocess.run(["make", "audit"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+        done = run_command(["make", "audit"], cwd=REPOSITORY, env=env)
         server.shutdown()
     assert done.returncode != 0
     assert done.stdout.count("torchmetrics") == 3, done.stdout  # cpu, cu128 and cu130

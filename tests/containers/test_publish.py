@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from slurm_cluster import REPOSITORY
 
-from tests.helpers import IMAGE_TAR
+from tests.helpers import IMAGE_TAR, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -246,7 +246,7 @@ def on_top(site):
 
 
 def buildah(*arguments):
-    return subprocess.run(["buildah", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    return run_command(["buildah", *arguments], check=True).stdout.strip()
 
 
 def test_a_dockerfile_on_top(site, on_top):

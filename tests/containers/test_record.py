@@ -20,7 +20,7 @@ from slurm_cluster import REPOSITORY, project_files
 from spdx_tools.spdx.parser.parse_anything import parse_file
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
-from tests.helpers import IMAGE_TAR
+from tests.helpers import IMAGE_TAR, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -52,9 +52,7 @@ TREE = {
 
 
 def run(*command, cwd=REPOSITORY, check=True, **options):
-    done = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
-    )
+    done = run_command(command, cwd=cwd, stdin=subprocess.DEVNULL, **options)
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY
 
+from tests.helpers import run_command
+
 pytestmark = pytest.mark.slow
 
 
@@ -27,10 +29,9 @@ def test_a_compiled_wheel_is_kept_under_a_key_of_its_inputs(tmp_path):
 
     def key(flavor: str = "cpu", folder: Path = prefix) -> str:
         command = f'set -euo pipefail; source "$0"; compiled_key horovod "$@" {" ".join(recipe)}'
-        done = subprocess.run(
+        done = run_command(
             ["bash", "-c", command, containers / "install/step_functions.sh", folder, flavor, containers],
-            env={**os.environ, "PATH": f"{debian.parent}:{os.environ['PATH']}"},
-            capture_output=True, text=True, check=True,
+            env={**os.environ, "PATH": f"{debian.parent}:{os.environ['PATH']}"}, check=True
         )  # fmt: skip
         return done.stdout
 
@@ -73,13 +74,11 @@ def test_a_compiler_that_is_missing_or_changed_is_one_line(tmp_path, there):
     apt_get.parent.mkdir()
     apt_get.write_text(f"#!/bin/sh\necho \"'copy:{tmp_path}/mirror/dists/bookworm/InRelease' InRelease 0\"\n")
     apt_get.chmod(0o755)
-    machine = subprocess.run(
-        ["dpkg", "--print-architecture"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    machine = run_command(["dpkg", "--print-architecture"], check=True).stdout.strip()
     (tmp_path / "lock").write_text(f"{machine} {package} {'0' * 64} 20260901T000000Z\n")
-    done = subprocess.run(
+    done = run_command(
         [REPOSITORY / "containers/install/nvcc.sh", tmp_path / "lock", tmp_path / "home"],
-        env={**os.environ, "PATH": f"{apt_get.parent}:{os.environ['PATH']}"}, capture_output=True, text=True,
+        env={**os.environ, "PATH": f"{apt_get.parent}:{os.environ['PATH']}"}
     )  # fmt: skip
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and said.startswith("nvcc.sh: ")

@@ -7,13 +7,12 @@ import sys
 
 import pytest
 
+from tests.helpers import run_command
 from tests.launch.helpers import BY_ROOT
 
 
 def python(code, **env):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | env
-    )
+    return run_command([sys.executable, "-c", code], env=os.environ | env)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ fork = multiprocessing.get_context("fork").Process(target=print)
 hpctrain.main(lambda world: {start})"""
     user = ["setpriv", "--reuid=2000000003", "--regid=2000000003", "--clear-groups"]
     command = ["bash", "-c", 'ulimit -u 1; exec "$@"', "bash", sys.executable, "-c", code]
-    done = subprocess.run([*user, *command], capture_output=True, text=True)
+    done = run_command([*user, *command])
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert re.match("hpctrain: error: .* 1: .*ulimit -u", done.stderr), done.stderr
 
@@ -110,9 +109,8 @@ def test_an_error_of_usage_is_printed_by_rank_0_alone():
 
 def test_a_broken_pipe_ends_without_a_message():
     code = "import hpctrain; hpctrain.main(lambda world: print('x'))"
-    done = subprocess.run(
-        ["bash", "-c", '"$0" -c "$1" | true; echo ${PIPESTATUS[0]}', sys.executable, code],
-        capture_output=True, text=True, timeout=300,
+    done = run_command(
+        ["bash", "-c", '"$0" -c "$1" | true; echo ${PIPESTATUS[0]}', sys.executable, code]
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("141\n", "")
 
@@ -142,16 +140,12 @@ def test_text_that_the_terminal_lacks_is_escaped(encoding):
 def test_a_current_folder_that_is_gone_is_one_line(tmp_path):
     """Without it, a library of torch ends the process, with another cause."""
     command = 'mkdir gone && cd gone && rmdir ../gone && "$0" -m hpctrain train_ddp'
-    done = subprocess.run(
-        ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=300, cwd=tmp_path
-    )
+    done = run_command(["bash", "-c", command, sys.executable], cwd=tmp_path)
     assert done.returncode == 2 and re.fullmatch("hpctrain: error: .*\n", done.stderr)
 
 
 def test_python_without_docstrings_is_refused_where_transformers_is_needed():
-    done = subprocess.run(
-        [sys.executable, "-OO", "-m", "hpctrain", "nlp.classify"], capture_output=True, text=True, timeout=300
-    )
+    done = run_command([sys.executable, "-OO", "-m", "hpctrain", "nlp.classify"])
     assert done.returncode == 2 and re.fullmatch(r"hpctrain: error: .*unset PYTHONOPTIMIZE.*\n", done.stderr)
 
 

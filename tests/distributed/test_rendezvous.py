@@ -13,7 +13,7 @@ from hpctrain.distributed import rendezvous
 from hpctrain.distributed.rendezvous import seal, verify
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from tests.helpers import free_port
+from tests.helpers import free_port, run_command
 
 
 def start_ranks(ranks, *, size=2, seconds=10, late=None, **env):
@@ -172,12 +172,7 @@ def test_a_store_with_the_connections_of_hundreds_of_ranks():
     In a network of its own, because the store asks the name service for the name of each peer.
     """
     command = 'ip link set lo up && exec "$0" -c "$1"'
-    done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", command, sys.executable, CROWD],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_command(["unshare", "--net", "sh", "-c", command, sys.executable, CROWD], timeout=200)
     # two processes print, and their lines can mix
     assert done.stdout.replace("\n", "") == "[0, 1]" * 2, done.stderr
 

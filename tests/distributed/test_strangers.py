@@ -11,7 +11,7 @@ import textwrap
 import pytest
 from slurm_cluster import REPOSITORY
 
-from tests.helpers import free_port
+from tests.helpers import free_port, run_command
 
 pytestmark = pytest.mark.slow
 SECRET = "0123456789abcdef" * 2
@@ -249,7 +249,7 @@ def test_a_pickle_at_the_rendezvous_of_torchrun_is_not_executed(tmp_path):
     with torchrun(tmp_path, *of_two_nodes(port), "sleep", "60") as node:
         try:
             code = [sys.executable, "-c", PICKLER, port]
-            stranger = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+            stranger = run_command(code, cwd=tmp_path, timeout=100)
             output, _ = node.communicate(timeout=100)
         finally:
             node.kill()

@@ -1,12 +1,12 @@
 """The World from the variables of launchers, as recorded from a real run of each."""
 
-import subprocess
 import sys
 
 import pytest
 
 from hpctrain.distributed.world import ALONE, World, detect, job_id, restart_count
 from hpctrain.errors import HpctrainError
+from tests.helpers import run_command
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "17",
@@ -201,7 +201,7 @@ def test_real_torchrun():
     """Two processes of a real torchrun, to check the table above."""
     code = "from hpctrain.distributed.world import detect; w = detect(); "
     code += r"print(f'{w.rank} {w.size} {w.local_rank} {w.local_size} {w.launcher}\n', end='')"  # one write
-    done = subprocess.run(
+    done = run_command(
         [
             sys.executable,
             "-m",
@@ -212,8 +212,6 @@ def test_real_torchrun():
             "-c",
             code,
         ],
-        capture_output=True,
-        text=True,
         check=True,
     )
     assert sorted(done.stdout.splitlines()) == ["0 2 0 2 torchrun", "1 2 1 2 torchrun"]

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY, project_files
 
+from tests.helpers import run_command
+
 PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
 # heading -> the files to touch, in the order of the page
 LISTED = {
@@ -34,7 +36,7 @@ def run(*command, cwd, check=True, timeout=300, **env):
     }
     path = f"{Path(sys.executable).parent}:{environment['PATH']}"
     environment |= {"PATH": path, "PYTHONPATH": f"{cwd}/src", **env}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    done = run_command(command, cwd=cwd, env=environment, timeout=timeout)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -91,13 +93,7 @@ def add(project, heading, name, edits):
 
 def touched(project):
     """The files that differ from the copy."""
-    status = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=all"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    status = run_command(["git", "status", "--porcelain", "--untracked-files=all"], cwd=project, check=True)
     return {line[3:] for line in status.stdout.splitlines()}
 
 

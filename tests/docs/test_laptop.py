@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torchvision
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, run_command
 
 pytestmark = pytest.mark.main_road
 
@@ -21,7 +20,7 @@ ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OM
 
 def run(*command, **env):
     env = os.environ | ENV | {"PATH": f"{BIN}:/usr/bin:/bin"} | env
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = run_command(command, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

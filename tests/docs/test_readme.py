@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from slurm_cluster import REPOSITORY
 
+from tests.helpers import run_command
+
 pytestmark = pytest.mark.slow
 
 PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
@@ -78,14 +80,7 @@ def test_on_this_machine(page, sif, tmp_path):
         if command.startswith("make "):
             command = f"make -C {here} {command.removeprefix('make ')}"
         script += f"echo '$ '{number}\n{command}\n"
-    done = subprocess.run(
-        ["bash", "-e", "-c", script],
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1700,
-    )
+    done = run_command(["bash", "-e", "-c", script], cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=1700)
     assert done.returncode == 0, f"{HERE[page]}\n{done.stdout}{done.stderr}"
     if "make demo" in HERE[page]:
         look_at_demo(done.stdout)

@@ -3,12 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
 
 import pytest
 from slurm_cluster import REPOSITORY
 
-from tests.helpers import write_digits
+from tests.helpers import run_command, write_digits
 from tests.test_messages import LIST
 from tests.tools import warm_start
 
@@ -74,7 +73,7 @@ def launch(tmp_path, commands):
             (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{PROGRAMS[name]}\n")
             (tmp_path / "bin" / name).chmod(0o755)
         env = {"PATH": f"{tmp_path}/bin:{commands}", "HOME": str(tmp_path), "HPCTRAIN_FLAVOR": flavor}
-        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = run_command(["bash", "-c", line], cwd=tmp_path, env=env)
         return done.stdout + done.stderr
 
     return start

@@ -7,7 +7,6 @@ parser of a command of hpctrain reads its options. The scripts themselves run in
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from slurm_cluster import REPOSITORY
 
 from hpctrain.cli import COMMANDS, load_command
+from tests.helpers import run_command
 
 PAGE = (REPOSITORY / "docs/guides/tutorials.md").read_text().partition("## What changed in the libraries")[0]
 OURS = [
@@ -85,13 +85,6 @@ def test_a_launch_script(command, programs, tmp_path):
             check_command(arguments[arguments.index(word) :])
     if not script.startswith(("launch/podman", "launch/shifter")):
         programs["HPCTRAIN_RUNTIME"] = "none"
-    done = subprocess.run(
-        [REPOSITORY / script, "--dry-run", *arguments],
-        cwd=tmp_path,
-        env=programs,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_command([REPOSITORY / script, "--dry-run", *arguments], cwd=tmp_path, env=programs, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hpctrain: command: " in done.stdout + done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.files import atomic
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, run_on_small_disk
 
 
 def write(path, text):
@@ -101,25 +101,18 @@ def test_a_step_that_fails_leaves_what_was_there(path, monkeypatch, call, error)
 
 def test_a_disk_that_is_full(path, tmp_path):
     """A real one, of 1 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("a small file system needs root")
     code = f"""
 import sys; sys.path[:0] = [{str(REPOSITORY)!r}]
 from pathlib import Path
 from tests.files.test_atomic import names, read, write
-path = Path({str(path)!r})
+path = Path("small", {path.name!r})
 write(path, "first")
 try:
     write(path, "x" * 2_000_000)
 except OSError as error:
     print(error.strerror, read(path), names(path))
 """
-    script = f'mount -t tmpfs -o size=1m none {path.parent}; exec "$@"'
-    done = subprocess.run(
-        ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-    )
+    done = run_on_small_disk("1m", sys.executable, "-c", code, cwd=tmp_path)
     assert done.stdout == f"No space left on device first ['{path.name}']\n", done.stderr
 
 

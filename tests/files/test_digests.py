@@ -1,12 +1,11 @@
 """SHA256SUMS finds a changed file, and is read by sha256sum."""
 
-import subprocess
-
 import pytest
 import torch
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files.digests import check_digests, weights_sha256, write_digests
+from tests.helpers import run_command
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def folder(tmp_path):
 
 
 def test_sha256sum_reads_the_file(folder):
-    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=folder, capture_output=True, text=True)
+    done = run_command(["sha256sum", "--check", "SHA256SUMS"], cwd=folder)
     assert (done.returncode, done.stdout) == (0, "part/more: OK\nweights: OK\n")
 
 

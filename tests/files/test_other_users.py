@@ -33,6 +33,7 @@ from hpctrain.run.owner import Owner
 from hpctrain.run.prepare import prepare_folder
 from hpctrain.run.record import Record
 from hpctrain.servers.tunnel import Tunnel
+from tests.helpers import run_command
 
 by_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files for another user")
 SWEEP = "command: train_single --epochs 1\nmetric: test_accuracy\ndirection: maximize\ntrials: 1\n"
@@ -279,7 +280,7 @@ def test_modules_in_a_folder_of_others_are_not_imported(tmp_path, monkeypatch):
     (tmp_path / "search.yaml").write_text(SWEEP + "parameters: {seed: {values: [1]}}\n")
     command = [*SAFE_PYTHON, "-m", "hpctrain", "sweep", "search.yaml", "--out", "sweep"]
     env = os.environ | {"MPLCONFIGDIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = run_command(command, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.chdir(tmp_path)
     (tmp_path / "added").mkdir()
@@ -314,9 +315,7 @@ def test_a_run_holds_no_secret_and_is_for_its_user_alone(tmp_path):
             "--out",
             out,
         ]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | env, umask=0o022, capture_output=True, text=True
-        )
+        done = run_command(command, cwd=tmp_path, env=os.environ | env, umask=0o022)
         assert done.returncode == 0, done.stderr
         files = [path for path in (tmp_path / out).rglob("*") if path.is_file()]
         found = [done.stdout + done.stderr, *(path.read_bytes().decode("latin-1") for path in files)]

@@ -1,10 +1,11 @@
 """A rank of a user's script ends, with exit status 0, while threads of torch still work."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.helpers import run_command
 
 # Rank 0 of a world of one, in a job of as many ranks as the test says.
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -12,9 +13,9 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT
 
 def run(folder, script, ranks):
     (folder / "script.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, folder / "script.py"], capture_output=True, text=True, timeout=300,
-        env=os.environ | RANK | {"HPCTRAIN_WORLD_SIZE": ranks},
+    return run_command(
+        [sys.executable, folder / "script.py"],
+        env=os.environ | RANK | {"HPCTRAIN_WORLD_SIZE": ranks}
     )  # fmt: skip
 
 

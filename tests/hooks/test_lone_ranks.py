@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import run_command
 from tests.vision.test_train import in_image
 
 # ---- a Trainer of Lightning ----
@@ -41,9 +41,7 @@ def run(folder, script, *words, **env):
     """Run a script as rank 0 of a job."""
     (folder / "script.py").write_text(script)
     command = [sys.executable, folder / "script.py", *words]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | env
-    )
+    return run_command(command, cwd=folder, timeout=600, env=os.environ | env)
 
 
 @pytest.mark.slow
@@ -189,9 +187,9 @@ def test_ranks_of_mpi_that_have_joined_are_not_warned(tmp_path, script, ranks, w
     )
     launcher = [Path(sys.executable).parent / "mpirun", "--allow-run-as-root", "--oversubscribe", "-np"]
     env = os.environ | {"HPCTRAIN_WORLD_SIZE": "2"}
-    done = subprocess.run(
+    done = run_command(
         [*launcher, str(ranks), sys.executable, "script.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, env=env,
+        cwd=tmp_path, env=env
     )  # fmt: skip
     assert done.returncode == 0 and (WARNING in done.stderr) == warns, done.stderr
 
@@ -224,6 +222,6 @@ def test_horovod_that_does_not_know_the_other_ranks_is_warned(tmp_path, launcher
     env = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "HPCTRAIN_WORLD_SIZE": 2}
     command = in_image(*launcher, "python", **env, **controller)
     code = f"import torch, horovod.torch as hvd; hvd.init(); print(hvd.size()); {STEP}"
-    done = subprocess.run([*command, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = run_command([*command, "-c", code], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{size}\n" * size), done.stdout + done.stderr
     assert (WARNING in done.stderr) == (size == 1), done.stderr

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import REPOSITORY
+
+from tests.helpers import run_command
 
 LAUNCH = REPOSITORY / "launch"
 QUOTED = str(LAUNCH).replace(" ", "\\ ")  # for a shell, and as the launch scripts print it
@@ -24,9 +25,7 @@ BY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two us
 
 
 def bash(script, env=BARE, **options):
-    return subprocess.run(
-        ["bash", "-c", script], env=env, capture_output=True, text=True, timeout=300, **options
-    )
+    return run_command(["bash", "-c", script], env=env, **options)
 
 
 def library(script, **env):
@@ -37,7 +36,7 @@ def library(script, **env):
 def start(script, *words, env=BARE, **options):
     """Run a script of launch/, or another one by its path."""
     options = {"timeout": 300} | options
-    return subprocess.run([LAUNCH / script, *words], env=env, capture_output=True, text=True, **options)
+    return run_command([LAUNCH / script, *words], env=env, **options)
 
 
 def dry_run(script, env, *words, **options):
@@ -90,7 +89,7 @@ class Stranger:
 
     def run(self, *command, env=BARE):
         user = ["setpriv", f"--reuid={self.number}", f"--regid={self.number}", "--clear-groups"]
-        return subprocess.run([*user, *command], env=env, capture_output=True, text=True, cwd="/")
+        return run_command([*user, *command], env=env, cwd="/")
 
     def folders(self) -> list[Path]:
         return sorted(Path("/tmp").glob(f"{self.own.name}*"))

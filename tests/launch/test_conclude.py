@@ -5,10 +5,10 @@ One process of bash gets them all, with functions in the place of Slurm and PBS.
 
 import itertools
 import random
-import subprocess
 
 from slurm_cluster import REPOSITORY
 
+from tests.helpers import run_command
 from tests.launch.helpers import BARE
 
 DRIVER = """
@@ -101,7 +101,7 @@ def test_the_first_row_that_applies_decides(tmp_path):
             (folder / name).touch()
         lines += "/".join(map(str, (folder.name, *facts, *restarts, how, first))) + "\n"
     command = ["bash", "-c", DRIVER, "driver", tmp_path]
-    done = subprocess.run(command, input=lines, cwd=REPOSITORY, env=BARE, capture_output=True, text=True)
+    done = run_command(command, input=lines, cwd=REPOSITORY, env=BARE)
     assert done.stderr == ""
     for facts, line in zip(some, done.stdout.splitlines(), strict=True):
         status, words = expected(*facts)

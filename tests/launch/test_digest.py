@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import run_command
 from tests.launch.helpers import BARE, BY_ROOT, QUOTED, library, put, wait_until
 
 
@@ -60,7 +61,7 @@ def hash_it(sif):
 def test_a_record_is_valid_in_every_locale(image, tmp_path):
     """In German, stat prints a decimal comma, and each job hashed the image again."""
     put(tmp_path, stat='[[ $LC_ALL == C ]] || exec /usr/bin/stat "$@" | tr . ,; exec /usr/bin/stat "$@"')
-    stamp = subprocess.run(["stat", "-c", "%s %.9Y", image], capture_output=True, text=True).stdout.strip()
+    stamp = run_command(["stat", "-c", "%s %.9Y", image]).stdout.strip()
     Path(f"{image}.digest").write_text(f"{digest_of(image)} {stamp}\n")
     env = {"HPCTRAIN_CACHE": str(tmp_path / "cache"), "PATH": f"{tmp_path}:{BARE['PATH']}"}
     assert library(f"find_digest '{image}'; echo $DIGEST", **env).stdout == f"{digest_of(image)}\n"

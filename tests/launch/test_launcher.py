@@ -2,11 +2,11 @@
 
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from tests.helpers import run_command
 from tests.launch.helpers import BARE, BY_ROOT, LAUNCH, QUOTED, assert_refused, dry_run, library, put, start
 
 # ---- srun ----
@@ -111,7 +111,7 @@ def test_a_script_for_mpi_in_a_pbs_job(programs, tmp_path, line, program):
 
 def torchrun(*words, **env):
     command = [sys.executable, LAUNCH / "lib/torchrun.py", *words]
-    return subprocess.run(command, env=BARE | env, capture_output=True, text=True, timeout=300)
+    return run_command(command, env=BARE | env)
 
 
 ONE_RANK = ("--standalone", "--no-python", "sh", "-c")
@@ -162,7 +162,7 @@ def test_torchrun_meets_at_an_address_of_a_second_network():
     command = [sys.executable, LAUNCH / "lib/torchrun.py", *rendezvous, "--no-python", "echo", "met"]
     started = ["unshare", "--net", "sh", "-ec", TWO_NETWORKS, "sh", *command]
     env = BARE | {"SLURM_NODEID": "0", "SLURMD_NODENAME": "localhost"}
-    done = subprocess.run(started, env=env, capture_output=True, text=True, timeout=50)
+    done = run_command(started, env=env, timeout=50)
     assert done.stdout == "met\n", done.stderr
 
 
@@ -184,5 +184,5 @@ def test_a_process_that_a_rank_of_mpi_spawns_is_no_rank(tmp_path):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python"]
     words = [*mpirun, LAUNCH / "lib/mpi4py_main.py", "spawns.py"]
-    done = subprocess.run(words, env=BARE, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_command(words, env=BARE, cwd=tmp_path, timeout=60)
     assert done.stdout.splitlines() == ["2 [1] True"] * 2, done

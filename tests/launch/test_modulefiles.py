@@ -10,6 +10,7 @@ import subprocess
 import pytest
 from slurm_cluster import REPOSITORY, Cluster
 
+from tests.helpers import run_command
 from tests.launch.helpers import BY_ROOT, assert_ended, put, start, wait
 
 INSTALL = REPOSITORY / "launch/modulefiles/install.sh"
@@ -18,7 +19,7 @@ LMOD = ["/usr/share/lmod/lmod/libexec/lmod", "bash"]  # prints shell code
 
 
 def install(prefix, sif, **env):
-    return subprocess.run([INSTALL, prefix, sif], capture_output=True, text=True, env=os.environ | env)
+    return run_command([INSTALL, prefix, sif], env=os.environ | env)
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_what_is_installed(prefix):
     )
     script = f"HPCTRAIN_CACHE=/x; source {root}/launch/lib/main.sh; find_digest {root}/hpctrain-cpu.sif"
     script += "; echo $DIGEST"
-    found = subprocess.run(["bash", "-euc", script], capture_output=True, text=True)
+    found = run_command(["bash", "-euc", script])
     assert found.stdout == f"sha256:{hashlib.sha256(b'the image').hexdigest()}\n", found.stderr
     assert sorted(path.name for path in (prefix / "hpctrain").iterdir()) == [VERSION]
     assert os.access(root / "bin/hpctrain", os.X_OK) and os.access(root / "launch/apptainer_ddp.sh", os.X_OK)
@@ -72,7 +73,7 @@ def test_nothing_is_installed_where_another_user_can_change_it(tmp_path, theirs,
         made.chmod(0o777)
     (sif := tmp_path / "hpctrain-cpu.sif").write_text("the image")
     for words in ([prefix, sif], [prefix]):  # make asks before it builds the image
-        done = subprocess.run([INSTALL, *words], capture_output=True, text=True)
+        done = run_command([INSTALL, *words])
         assert done.returncode == 1 and done.stderr.startswith(f"install.sh: {made}: "), done
         assert done.stderr.count("\n") == 1 and not list(prefix.rglob("launch")), done
     if not name:
@@ -166,7 +167,7 @@ def test_another_flavor_is_added_and_nothing_is_replaced(prefix, tmp_path):
 def test_invalid_arguments(tmp_path):
     wrong = ["relative", __file__], ["/proc/nowhere"], [tmp_path, tmp_path / "nothing.sif"], ["", __file__]
     for arguments in wrong:
-        done = subprocess.run([INSTALL, *arguments], capture_output=True, text=True, cwd=tmp_path)
+        done = run_command([INSTALL, *arguments], cwd=tmp_path)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -184,13 +185,13 @@ def test_the_modulefile(prefix, kind):
     env |= {"HOME": "/nonexistent", "USER": "alice"}
 
     def module(*words):
-        done = subprocess.run([*LMOD, *words], env=env, capture_output=True, text=True)
+        done = run_command([*LMOD, *words], env=env)
         assert done.returncode == 0, done.stderr
         return done
 
     code = module("load", "hpctrain").stdout
     script = f'{code}\necho "$HPCTRAIN_ROOT"; echo "$PATH"; type -P hpctrain apptainer_ddp.sh'
-    show = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    show = run_command(["bash", "-c", script], env=env)
     commands = [f"{root}/bin/hpctrain", f"{root}/launch/apptainer_ddp.sh"]
     path = f"{root}/bin:{root}/launch:/usr/bin:/bin"
     assert show.stdout.splitlines() == [str(root), path, *commands], show.stderr
@@ -205,7 +206,7 @@ def test_a_user_of_the_installation_submits_from_any_folder(sif):
         prefix = cluster.host_path("/project/site")
         prefix.mkdir()
         make = ["make", "install", f"PREFIX={prefix}"]
-        done = subprocess.run(make, cwd=REPOSITORY, capture_output=True, text=True)
+        done = run_command(make, cwd=REPOSITORY)
         assert done.returncode == 0, done.stderr
         root, mine = f"/project/site/hpctrain/{VERSION}", "/home/alice/mine"
         env = {"HPCTRAIN_ROOT": root, "PATH": f"{root}/bin:{root}/launch:/usr/local/bin:/usr/bin:/bin"}

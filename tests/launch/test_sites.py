@@ -3,12 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from slurm_cluster import REPOSITORY
 
+from tests.helpers import run_command
 from tests.launch import helpers
 from tests.launch.helpers import BY_ROOT, assert_refused, bash, put, start
 
@@ -36,9 +36,7 @@ def source(launch, *arguments, env=None, then="env -0", shell=("bash", "-euc")):
     """Source launch/site.sh in a shell with nothing set but `env`; how it ended, and its variables."""
     script = f'source {launch}/site.sh "$@"; {then}'
     command = [*shell, script, "-", *arguments]
-    done = subprocess.run(
-        command, env=BARE | (env or {}), capture_output=True, text=True, cwd=launch.parents[1], timeout=300
-    )
+    done = run_command(command, env=BARE | (env or {}), cwd=launch.parents[1])
     return done, variables(done)
 
 

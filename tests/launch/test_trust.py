@@ -8,12 +8,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import run_command
 from tests.launch.helpers import (
     BARE,
     BY_ROOT,
@@ -95,7 +95,7 @@ def test_a_script_for_mpi_imports_no_mpi4py_of_the_current_folder(tmp_path):
     (tmp_path / "own/mine.py").write_text("import beside, sys; print(sys.argv[1:])\n")
     for words, cwd in (([tmp_path / "own/mine.py"], "shared"), (["-m", "mine"], "own")):
         command = [sys.executable, LAUNCH / "lib/mpi4py_main.py", *words, "-m", "b c"]
-        done = subprocess.run(command, cwd=tmp_path / cwd, capture_output=True, text=True, timeout=100)
+        done = run_command(command, cwd=tmp_path / cwd, timeout=100)
         assert done.stdout == "beside the script\n['-m', 'b c']\n", done
 
 

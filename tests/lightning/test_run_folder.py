@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from collections import Counter
 from functools import partial
@@ -25,6 +24,7 @@ from hpctrain.errors import UsageError
 from hpctrain.lightning import RunFolder, WorldEnvironment
 from hpctrain.run.options import RunOptions
 from hpctrain.training.batches import ResumableBatches, seed_loader
+from tests.helpers import run_command
 from tests.tools import warm_start
 
 NAN = float("nan")
@@ -99,7 +99,7 @@ def test_the_examples_are_short():
 @pytest.mark.slow
 def test_there_is_no_checkpoint_before_the_trainer_has_begun(tmp_path):
     code = f"from hpctrain.lightning import RunFolder; print(RunFolder({str(tmp_path)!r}).resume_from)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_command([sys.executable, "-c", code])
     assert done.stdout == "None\n", done.stderr
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import page, serve
-from tests.helpers import ask_socket, listening_ports
+from tests.helpers import ask_socket, listening_ports, run_command
 from tests.nlp.helpers import TASKS
 from tests.tools.browser import Browser
 
@@ -354,9 +354,7 @@ def test_a_real_model_in_a_process_of_its_own(tmp_path):
         for term, text in (("Model", "run"), ("Base", r"from scratch \(tiny\)"), ("Scores", "accuracy 0.*")):
             assert re.search(f"<dt>{term}</dt><dd>{text}</dd>", page)
         assert "<dt>Classes</dt><dd>negative (0), positive (1)</dd>" in page  # NSMC's README says so
-        taken = subprocess.run(
-            [*hpctrain, "serve", "run", "--port", port], cwd=tmp_path, capture_output=True, text=True
-        )
+        taken = run_command([*hpctrain, "serve", "run", "--port", port], cwd=tmp_path)
         assert taken.returncode == 1 and f"127.0.0.1:{port} cannot be listened on" in taken.stderr
         server.send_signal(signal.SIGTERM)
     assert server.returncode == 0 and not note.exists()

@@ -1,7 +1,6 @@
 """What config.json tells of a run."""
 
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ from slurm_cluster import REPOSITORY
 
 from hpctrain.run import config
 from hpctrain.run.config import code_digest, describe_changes, revision
+from tests.helpers import run_command
 
 
 def test_a_run_that_goes_on_in_another_world_or_image_says_so(tmp_path):
@@ -42,7 +42,7 @@ def test_the_revision_of_a_checkout_is_not_that_of_the_image(tmp_path, monkeypat
     (tmp_path / "versions.json").write_text('{"revision": "of the image"}')
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     head = ["git", "-c", f"safe.directory={REPOSITORY}", "-C", REPOSITORY, "rev-parse", "HEAD"]
-    assert revision() == subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    assert revision() == run_command(head, check=True).stdout.strip()
     monkeypatch.setattr(config, "__file__", str(tmp_path / "lib/hpctrain/run/config.py"))
     assert revision() == "of the image"
 

@@ -24,7 +24,7 @@ from hpctrain.run import record
 from hpctrain.run.config import write_json
 from hpctrain.run.options import RunOptions
 from hpctrain.run.prepare import find_earlier_checkpoint
-from tests.helpers import REPOSITORY, write_digits
+from tests.helpers import REPOSITORY, run_hpctrain, run_on_small_disk, write_digits
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -73,9 +73,7 @@ def test_curves_without_a_score_and_without_a_home(tmp_path):
         for name, value in env.items()
         if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "plot", tmp_path], capture_output=True, text=True, env=env
-    )
+    done = run_hpctrain("plot", tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert (tmp_path / "curves.png").exists()
 
@@ -344,48 +342,11 @@ def test_a_file_that_cannot_be_written_is_named_and_not_there(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.main_road
-def test_a_disk_that_is_full_leaves_no_torn_result(tmp_path):
-    """A real one: the disk fills up in training. An empty result.json would be taken for one."""
-    if os.geteuid() != 0:
-        pytest.skip("a small file system needs root")
-    code = """
-import sys; sys.path[:0] = [sys.argv[1]]
-from pathlib import Path
-from hpctrain.errors import HpctrainError
-from tests.run.test_record import finish, record, start
-folder = Path("small/run")
-opened = start(folder)
-opened.metrics(train_loss=1.0)
-try:
-    Path("small/filler").write_bytes(b"x" * 4_000_000)
-except OSError:
-    pass
-try:
-    opened.finish(record.torch.nn.Linear(2, 1))
-except HpctrainError as error:
-    print(error)
-print((folder / "result.json").exists(), flush=True)
-record.os._exit(0)
-"""
-    script = 'mkdir small; mount -t tmpfs -o size=2m none small; exec "$@"'
-    command = ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code, REPOSITORY]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    *_, error, exists = done.stdout.splitlines()
-    assert "small/run/result.json: cannot be written ([Errno 28] No space left on device)" in error, (
-        done.stdout + done.stderr
-    )
-    assert exists == "False"
-
-
-@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path):
     """A real one, with no byte left for metrics.jsonl, TensorBoard and the log of the rank.
 
     Such a run was FAILED at once.
     """
-    if os.geteuid() != 0:
-        pytest.skip("a small file system needs root")
     code = """
 import os, sys; sys.path[:0] = [sys.argv[1]]
 import json, threading
@@ -415,9 +376,7 @@ assert steps == board == [*range(1, 400)], (steps, board)
 assert (folder / "logs/rank-0000.log").read_text().count("train_loss") == 399
 record.os._exit(0)
 """
-    script = 'mkdir small; mount -t tmpfs -o size=4m none small; exec "$@"'
-    command = ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code, REPOSITORY]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_on_small_disk("4m", sys.executable, "-c", code, REPOSITORY, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
     advice = "cannot be written (No space left on device); trying again for 300 s"
@@ -487,14 +446,7 @@ def small(tmp_path_factory):
 
 def hpctrain(cwd, *words):
     env = os.environ | {"HPCTRAIN_CACHE": str(cwd / "cache"), "MPLCONFIGDIR": str(cwd)}
-    return subprocess.run(
-        [sys.executable, "-m", "hpctrain", *map(str, words)],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_hpctrain(*words, cwd=cwd, env=env)
 
 
 @pytest.mark.slow

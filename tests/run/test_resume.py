@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from hpctrain.files import atomic
 from hpctrain.run.options import RunOptions
 from hpctrain.run.prepare import prepare_folder
 from hpctrain.run.reader import summarize
-from tests.helpers import make_run, write_digits
+from tests.helpers import make_run, run_command, write_digits
 from tests.tools import warm_start
 from tests.vision.test_train import in_image, metrics, result, run, train, weights
 
@@ -313,7 +312,7 @@ def test_a_start_that_ends_by_an_error_does_not_look_as_if_it_ran(tmp_path):
         "    raise hpctrain.HpctrainError('HPCTRAIN_CACHE is full')\n"
         "hpctrain.main(start)\n"
     )
-    done = subprocess.run([*SAFE_PYTHON, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    done = run_command([*SAFE_PYTHON, "-c", program], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "hpctrain: error: HPCTRAIN_CACHE is full\n")
     assert not (tmp_path / "run/owner.json").exists()
     assert summarize(tmp_path / "run")["state"] == "stopped"

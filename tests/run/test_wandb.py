@@ -18,7 +18,7 @@ from hpctrain.commands.export import steps
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.run import wandb
 from hpctrain.run.reader import read_metrics
-from tests.helpers import wandb_key, wandb_records, write_digits
+from tests.helpers import run_command, wandb_key, wandb_records, write_digits
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 OPTIONS = ["--checkpoint-every", "3", "--out", "run", "--resume", "auto", "--wandb"]
@@ -138,14 +138,7 @@ def train(tmp_path, **env):
         len(list(tmp_path.glob("run/checkpoints/epoch-????.pt")))
         and read_metrics(tmp_path / "run")[-1]["epoch"]
     )
-    done = subprocess.run(
-        command(tmp_path, epochs + 1),
-        cwd=tmp_path,
-        env=variables(**env),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_command(command(tmp_path, epochs + 1), cwd=tmp_path, env=variables(**env))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -205,7 +198,7 @@ def test_offline_one_run_with_each_step_once_after_a_kill(tmp_path):
     (start,) = [record.run for record in found if record.HasField("run")][:1]
     assert start.run_id == wandb.identity(json.loads((folder / "config.json").read_text()))
     sync = [sys.executable, "-m", "wandb", "sync", "--dry-run", written]
-    done = subprocess.run(sync, cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=120)
+    done = run_command(sync, cwd=tmp_path, env=variables(), timeout=120)
     assert done.returncode == 0 and written.name in done.stdout + done.stderr
 
 
@@ -301,5 +294,5 @@ def test_settings_of_the_current_folder_are_not_read(tmp_path):
         "print(wandb.setup().settings.base_url)"
     )
     command = [*SAFE_PYTHON, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = run_command(command, cwd=tmp_path, check=True)
     assert done.stdout.startswith("https://api.")

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.errors import HpctrainError
 from hpctrain.servers import jupyter
-from tests.helpers import BARE_PYTHON
+from tests.helpers import BARE_PYTHON, run_command, run_hpctrain
 from tests.launch.helpers import HOME, wait, wait_until_idle
 from tests.servers.helpers import ASK, opened, words_of_the_log
 from tests.tools.browser import Browser
@@ -268,13 +268,7 @@ def test_where_the_home_cannot_be_written_everything_is_in_the_private_folder(tm
     ],
 )  # fmt: skip
 def test_invalid_input_is_one_line(env, arguments, name):
-    done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "jupyter", *arguments],
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_hpctrain("jupyter", *arguments, env=os.environ | env)
     assert done.returncode != 0 and name in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
@@ -328,7 +322,7 @@ def test_no_copy_goes_through_a_link_and_no_debugger_listens(tmp_path):
             line = next(line for line in server.stdout if "ssh -N" in line)
             path = re.search(r":(/\S+/socket)", line)[1]
             ask = [sys.executable, "-c", ASK_AS_BROWSER, path, tmp_path / "out/token"]
-            done = subprocess.run(ask, capture_output=True, text=True, timeout=100)
+            done = run_command(ask, timeout=100)
         finally:
             server.terminate()
     assert done.stdout.splitlines() == ["200 True 0", "200 False 0", "201 False 1", "200 False 1"], done

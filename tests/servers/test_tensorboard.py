@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.servers import tensorboard
-from tests.helpers import ask_socket, listening_ports, make_run, run_hpctrain
+from tests.helpers import ask_socket, listening_ports, make_run, run_command, run_hpctrain
 from tests.launch.helpers import HOME, wait_until_idle
 from tests.servers.helpers import ASK, opened, words_of_the_log
 
@@ -66,9 +66,7 @@ def test_tensorboard_is_for_its_user_alone(tmp_path):
         assert [file.stat().st_mode & 0o777 for file in (note, path.parent, path)] == [0o600, 0o700, 0o600]
         assert listening_ports(server.pid) == []
         if os.getuid() == 0:  # somebody else
-            refused = subprocess.run(
-                ["/usr/bin/python3", "-c", CONNECT, path], user=65534, capture_output=True, text=True, cwd="/"
-            )
+            refused = run_command(["/usr/bin/python3", "-c", CONNECT, path], user=65534, cwd="/")
             assert "PermissionError" in refused.stderr
         for target in ("/", "/data/runs", "/?token=wrong"):
             status, _, content = ask_socket(path, target, Cookie="token=wrong")

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import subprocess
 import sys
 import warnings
 
@@ -12,6 +11,7 @@ import torch
 from hpctrain.errors import HpctrainError
 from hpctrain.training import kernels
 from hpctrain.vision.model import MnistNet
+from tests.helpers import run_command
 
 
 def test_only_training_is_compiled_and_a_copy_is_not(monkeypatch):
@@ -65,7 +65,7 @@ assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 kernels.make_deterministic(True, torch.device("cpu"))
 entry.main(lambda _: torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2)), world.ALONE)
 """
-    done = subprocess.run([sys.executable, "-c", refused], capture_output=True, text=True)
+    done = run_command([sys.executable, "-c", refused])
     problem = "put_ does not have a deterministic implementation"
     line = f"hpctrain: error: --deterministic: {problem}: leave the option out\n"
     assert (done.returncode, done.stderr) == (1, line)

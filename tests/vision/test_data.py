@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import struct
-import subprocess
 import sys
 
 import numpy
@@ -14,6 +13,7 @@ import torch
 
 from hpctrain.errors import HpctrainError
 from hpctrain.vision import data
+from tests.helpers import run_command
 
 
 def idx(*sizes, magic=None, values=None):
@@ -153,7 +153,7 @@ try:
 except HpctrainError as error:
     print(error)
 """
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    return run_command([sys.executable, "-c", program])
 
 
 @pytest.mark.slow

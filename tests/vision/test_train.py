@@ -27,7 +27,7 @@ from hpctrain.vision import train as train_images
 from hpctrain.vision.model import MnistNet, ResNet50
 from hpctrain.vision.train_horovod import HorovodOptions, learning_rate
 from hpctrain.vision.train_lightning import Classifier, LightningOptions
-from tests.helpers import SIF, write_digits
+from tests.helpers import SIF, run_command, write_digits
 from tests.tools import warm_start
 
 SRC = slurm_cluster.REPOSITORY / "src"
@@ -45,7 +45,7 @@ def run(launcher, *args, cwd, **env):
             else warm_start.torchrun_ranks(launcher, words, env)
         )
         return warm_start.run(ranks, cwd)
-    return subprocess.run([*launcher, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return run_command([*launcher, *words], cwd=cwd, env=env)
 
 
 def train(launcher, *args, cwd, trainer="train_ddp", **env):
@@ -658,9 +658,7 @@ def test_a_bar_on_a_terminal(tmp_path):
     options = "--data digits --epochs 1 --batch-size 8 --out run"
     command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp {options}"
     write_digits(tmp_path / "digits")
-    done = subprocess.run(
-        ["script", "-qec", command, "/dev/null"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = run_command(["script", "-qec", command, "/dev/null"], cwd=tmp_path)
     assert done.returncode == 0 and re.search(r"epoch 1: +\d+%\|.*step/s.*train_loss", done.stdout)
 
 
@@ -718,7 +716,7 @@ def test_plot_without_scores_says_nothing_and_leaves_nothing(tmp_path, home):
     env = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR"}
     command = [sys.executable, "-m", "hpctrain", "plot", "run"]
     env |= {"HOME": str(tmp_path / home), "TMPDIR": str(tmp_path / "tmp")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = run_command(command, cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "run/curves.png").exists()
     assert not [*(tmp_path / "tmp").iterdir(), *(tmp_path / "home").iterdir()]
 

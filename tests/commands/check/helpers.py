@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import slurm_cluster
 
+from tests.helpers import run_command
 from tests.tools import warm_start
 
 CHECK = [sys.executable, "-m", "hpctrain", "check"]
@@ -95,9 +96,7 @@ def run_programs(tmp_path, path, *ranks):
         started += f"{node} & pids+=($!)\n"
     script = f'{started}worst=0\nfor pid in "${{pids[@]}}"; do wait "$pid" || worst=$?; done; exit $worst'
     command = ["nsenter", f"--net={path}", "bash", "-c", script]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=clean_environment()
-    )
+    done = run_command(command, cwd=tmp_path, env=clean_environment())
     return done.returncode, done.stdout + done.stderr
 
 
@@ -143,8 +142,8 @@ def in_the_image(*command, **env):
         *options,
         slurm_cluster.REPOSITORY / "hpctrain-cpu.sif",
     ]
-    done = subprocess.run(
+    done = run_command(
         [slurm_cluster.CLUSTER_SH, "run", "--", *apptainer, *command],
-        cwd=slurm_cluster.REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=300,
+        cwd=slurm_cluster.REPOSITORY, env=clean_environment()
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr

@@ -1,6 +1,5 @@
 """hpctrain check: each problem is one line, which says where it is and what to do."""
 
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +12,7 @@ from hpctrain.commands.check import check
 from hpctrain.distributed import gpu
 from hpctrain.distributed.world import World
 from tests.commands.check.helpers import CHECK, errors, full, rank, refused, run
+from tests.helpers import run_command
 
 
 def test_two_nodes_with_nothing_wrong(tmp_path):
@@ -271,12 +271,7 @@ def pip_install_user(home, package, python):
 def test_a_library_hidden_by_the_home(tmp_path):
     """With a Python outside a venv, such as that of a site's module: it searches ~/.local first."""
     python = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
-    where = subprocess.run(
-        [python, "-c", "import site; print(site.getsitepackages()[0])"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    where = run_command([python, "-c", "import site; print(site.getsitepackages()[0])"], check=True)
     ours = Path(torch.__file__).parents[1]
     home = tmp_path / "home"
     folder = pip_install_user(home, "yaml", python)

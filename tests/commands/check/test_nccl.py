@@ -17,6 +17,7 @@ from hpctrain.commands.check.nccl import Fabric
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from tests.commands.check.helpers import errors, in_the_image, rank, run
+from tests.helpers import run_command
 
 SELECTED = {
     "": ["lo", "eth0", "ib0", "ib1"],
@@ -47,9 +48,7 @@ def test_running_interfaces():
         for name in six four; do ip link set $name addrgenmode none; ip link set $name up; done
         exec "$@" -c 'from hpctrain.commands.check import nccl; print(*nccl.running_interfaces())'
     """
-    done = subprocess.run(
-        ["unshare", "--net", "bash", "-ec", script, "-", sys.executable], capture_output=True, text=True
-    )
+    done = run_command(["unshare", "--net", "bash", "-ec", script, "-", sys.executable])
     assert sorted(done.stdout.split()) == ["four", "lo", "six"], done.stdout + done.stderr
 
 
@@ -109,9 +108,7 @@ class Node:
         )
         clean = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
         clean |= {"LD_LIBRARY_PATH": str(self.lib), "NCCL_CONF_FILE": "/nonexistent", **env}
-        done = subprocess.run(
-            [sys.executable, "-c", script, self.root], env=clean, capture_output=True, text=True
-        )
+        done = run_command([sys.executable, "-c", script, self.root], env=clean)
         assert done.returncode == 0, done.stderr
         return Fabric(**json.loads(done.stdout))
 
@@ -244,9 +241,7 @@ def test_slingshot_variables_of_slurm_reach_containers_and_not_other_nodes():
     """The numbers of the card's services are those of one node."""
     env = {**os.environ, "SLINGSHOT_SVC_IDS": "5,5", "FI_PROVIDER": "cxi"}
     script = "source launch/lib/main.sh; echo $(image_variables); forwarded_names"
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True
-    )
+    done = run_command(["bash", "-c", script], cwd=REPOSITORY, env=env, check=True)
     inside, *forwarded = done.stdout.splitlines()
     assert "SLINGSHOT_SVC_IDS" in inside.split()
     assert "FI_PROVIDER" in forwarded and "SLINGSHOT_SVC_IDS" not in forwarded

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +18,13 @@ from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.run import reader
 from tests.commands.sweep.helpers import FILE, SWEEP, write
-from tests.helpers import write_digits
+from tests.helpers import run_command, write_digits
 from tests.tools import warm_start
 
 
 def test_what_prints_the_trials_does_not_wait_for_torch():
     code = "import sys, hpctrain.commands.sweep.sweep as _; print({'torch', 'optuna'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_command([sys.executable, "-c", code], check=True)
     assert done.stdout == "set()\n"
 
 

@@ -28,6 +28,7 @@ from hpctrain.nlp.models.model_folder import save_model
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.vision.data import load_mnist
+from tests.helpers import run_command
 from tests.nlp.helpers import TEXTS, digests
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -420,9 +421,7 @@ def full_disk(tmp_path):
     """A folder on a disk of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, text=True
-    )
+    mounted = run_command(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder])
     if mounted.returncode:
         pytest.skip(f"a small disk needs root, who may mount one: {mounted.stderr.strip()}")
     yield folder

@@ -24,6 +24,7 @@ from hpctrain.nlp.models.model_folder import save_model, validate_folder
 from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.predict import find_task
 from hpctrain.nlp.tasks import ner
+from tests.helpers import run_command
 from tests.nlp.helpers import TEXTS, digests
 
 NAME = "beomi/kcbert-base"
@@ -427,7 +428,5 @@ def test_transformers_4_loads_a_model_with_the_same_outputs(tokenizer, tmp_path)
             output = model(input_ids=torch.arange(40)[None]).last_hidden_state
         torch.save(output, folder / "output.pt")
     env = os.environ | {"PYTHONPATH": str(tmp_path / "old")}
-    done = subprocess.run(
-        [sys.executable, "load.py", "models"], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    done = run_command([sys.executable, "load.py", "models"], cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout.startswith("4.57.3\n"), done.stderr[-3000:]

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,12 @@ from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.models.model_folder import read_json_object
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.tasks import classify, pair, qa
+from tests.helpers import run_hpctrain
 
 
 def hpctrain(cwd, *words, stdin=""):
     env = {"HPCTRAIN_CACHE": str(cwd / "cache"), "MPLCONFIGDIR": str(cwd), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "hpctrain", *words]
-    streams = {"input": stdin, "capture_output": True, "text": True}
-    return subprocess.run(command, cwd=cwd, env=os.environ | env, timeout=300, **streams)
+    return run_hpctrain(*words, cwd=cwd, env=os.environ | env, input=stdin)
 
 
 @pytest.fixture(scope="module")
