@@ -177,6 +177,12 @@ def assert_ended(done, state, *texts):
     return output
 
 
+def wait_until_saved(cluster, node="n1"):
+    """Wait until the launch script knows of a checkpoint of this attempt, seconds after its file is there."""
+    saved = node, "sh", "-c", "ls /tmp/hpctrain-control.*/saved"
+    wait_until(lambda: cluster.exec(*saved, check=False).returncode == 0)
+
+
 def signal_rank(cluster, name, pattern, node="n2"):
     """Send a signal to the last rank on the node whose command line matches."""
     cluster.exec(node, "sh", "-c", f"kill -{name} $(pgrep -f '[h]pctrain {pattern}' | tail -n 1)")

@@ -24,6 +24,7 @@ from tests.launch.helpers import (
     put,
     start,
     wait_until,
+    wait_until_saved,
 )
 
 TMRSH = "launch/lib/tmrsh.sh"
@@ -198,8 +199,7 @@ def test_a_pbs_job_goes_on_after_its_second_node_has_died(sif):
         line = f"exec env {IN_ENV} PRTE_MCA_plm_ssh_agent=ssh {HOME}/launch/pbs_ddp.sh {command}\n"
         number = cluster.qsub(*PLACED.format(1).split(), cwd=HOME, script=line)
         log = folder(cluster, f"STDIN.o{number}")
-        checkpoints = folder(cluster, f"runs/train_ddp/{number}.login/checkpoints")
-        wait_until(lambda: checkpoints.exists() and list(checkpoints.glob("*.pt")))
+        wait_until_saved(cluster)
         cluster.crash("n2")
         wait_until(lambda: "continues the run" in log.read_text())
         following = int(log.read_text().rpartition(": job ")[2].partition(".")[0])

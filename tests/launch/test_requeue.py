@@ -29,6 +29,7 @@ from tests.launch.helpers import (
     wait,
     wait_and_act,
     wait_until,
+    wait_until_saved,
     zone_with_clocks_back_in,
 )
 from tests.lightning.test_run_folder import EXAMPLES, run_script
@@ -254,9 +255,7 @@ def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(clust
             events.append("stop")
             send_usr1(cluster, number)
         if re.search(r"epoch \d+ step \d+ +test_loss", line) and events[-1:] == ["restart 1"]:
-            # a checkpoint of this attempt is being written by now, but need not be complete
-            saved = "n1", "sh", "-c", "ls /tmp/hpctrain-control.*/saved"
-            wait_until(lambda: cluster.exec(*saved, check=False).returncode == 0)
+            wait_until_saved(cluster)
             events.append("kill")
             signal_rank(cluster, "KILL", "train_ddp.*runs/disturbed")
 
