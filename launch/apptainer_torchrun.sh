@@ -16,6 +16,7 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@120
 #SBATCH --open-mode=append
+#SBATCH --ignore-pbs
 #PBS -N hpctrain
 #PBS -l select=2:ncpus=2:mpiprocs=2
 #PBS -l place=scatter

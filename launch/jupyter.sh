@@ -16,6 +16,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
+#SBATCH --ignore-pbs
 #PBS -N hpctrain-jupyter
 #PBS -l select=1:ncpus=2:mpiprocs=1
 #PBS -l walltime=02:00:00

@@ -19,3 +19,10 @@ def test_every_script_has_the_same_preamble():
         head = text.partition(preamble)[0].splitlines()
         assert head.pop() == "set -euo pipefail", name
         assert all(line.startswith("#") for line in head), name
+
+
+def test_slurm_takes_no_option_from_the_lines_for_pbs():
+    """sbatch reads them, too: with `ncpus=2` it refused a job of one task on each node."""
+    for script in (REPOSITORY / "launch").glob("*.sh"):
+        text = script.read_text()
+        assert not ("\n#SBATCH" in text and "\n#PBS" in text) or "\n#SBATCH --ignore-pbs\n" in text, script
