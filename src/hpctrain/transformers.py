@@ -259,12 +259,16 @@ class RunFolder(TrainerCallback):
         evaluated = {
             name: value for name, value in self._last.items() if name.startswith(("eval_", "train_loss"))
         }
-        result = {
+        result: dict[str, Any] = {
             **evaluated,
             "epochs": args.num_train_epochs,
             "max_steps": args.max_steps,
             "steps": state.global_step,
         }
+        if state.best_model_checkpoint:
+            score = {f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}": state.best_metric}
+            place = {"step": state.best_global_step, **score}
+            result["best"] = place | {"checkpoint": Path(state.best_model_checkpoint).name}
         result["seconds"] = round(self._seconds + time.monotonic() - self._started, 3)
         write_json(
             self.folder / "result.json", result | {"weights_sha256": digests.weights_sha256(objects["model"])}

@@ -403,7 +403,7 @@ def test_an_optimizer_that_is_not_tracked_is_told(tmp_path, capsys):
 def test_the_state_of_an_epoch_that_ends_by_break_is_saved(tmp_path):
     def train(folder, last, epochs=9):
         with open_run(folder) as run:
-            train_simply(run, epochs, after=lambda run: run.epoch == last)
+            train_simply(run, epochs, ends_after=last)
         return result_of(folder)
 
     whole = train(tmp_path / "whole", 3)
@@ -416,7 +416,7 @@ def test_a_run_whose_loop_has_ended_by_itself_is_finished(tmp_path):
     """A script that is started again, for its other runs, trained another epoch."""
     folder = tmp_path / "run"
     with open_run(folder) as run:
-        train_simply(run, 9, after=lambda run: run.epoch == 2)
+        train_simply(run, 9, ends_after=2)
     result, lines = result_of(folder), lines_of(folder)
     assert (result["epochs"], result["of_epochs"]) == (2, 9)
     for is_finished in (True, False):
@@ -426,7 +426,7 @@ def test_a_run_whose_loop_has_ended_by_itself_is_finished(tmp_path):
         assert (result_of(folder), lines_of(folder)) == (result, lines)
         (folder / "result.json").unlink()  # it died before it wrote its result
     with open_run(folder) as run:
-        train_simply(run, 10, after=lambda run: run.epoch == 3)
+        train_simply(run, 10, ends_after=3)
     assert result_of(folder)["epochs"] == 3
 
 
@@ -513,19 +513,30 @@ def test_other_data_than_before_the_resume_are_told(tmp_path, capsys):
     [("loss", (3, 1, 2, 2, 4), 2, {"other_loss": 0}), ("f1", (1, 2, 5, 3, 3), 3, {"other": 0, "loss": 1})],
 )
 def test_the_checkpoint_of_the_lowest_loss_or_the_highest_score_is_kept(tmp_path, name, scores, best, more):
-    folder, left = tmp_path / "run", iter(scores)
+    folder, left, bests = tmp_path / "run", iter(scores), []
 
     def score(run):
-        run.score(**{f"validation_{name}": next(left)}, **more)
+        if run.score(**{f"validation_{name}": next(left)}, **more):
+            bests.append(run.epoch)
+        assert run.best.epoch == bests[-1]
 
     with hpctrain.Run("mine", out=folder, keep_checkpoints=1, watchdog=0) as run:
         train_simply(run, 5, after=score)
+    assert bests[-1] == best
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {
         "best.pt",
         f"epoch-{best:04}.pt",
         "epoch-0005.pt",
     }
-    assert result_of(folder)[f"validation_{name}"] == scores[-1]
+    result = result_of(folder)
+    assert result[f"validation_{name}"] == scores[-1]
+    path = f"checkpoints/epoch-{best:04}.pt"
+    value = scores[best - 1]
+    named = {"epoch": best, "step": best * 5, f"validation_{name}": value, "checkpoint": path}
+    assert result["best"] == named
+    loaded, saved = nn.Linear(4, 2), torch.load(folder / path)["model"]
+    hpctrain.load_weights(loaded, folder)
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(saved), rtol=0, atol=0)
     assert summarize(folder)["score"] == f"validation_{name}"
 
 
@@ -554,8 +565,11 @@ class Spoiled(Points):
         return point if index != 7 else point * float("nan"), label
 
 
-def train_simply(run, epochs=1, data=None, at_step=lambda run: None, after=lambda run: None):
-    """A loop that ends where after() returns true."""
+def nothing(run):
+    pass
+
+
+def train_simply(run, epochs=1, data=None, *, at_step=nothing, after=nothing, ends_after=None):
     model = run.prepare(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
@@ -567,7 +581,8 @@ def train_simply(run, epochs=1, data=None, at_step=lambda run: None, after=lambd
             optimizer.step()
             run.step(loss)
             at_step(run)
-        if after(run):
+        after(run)
+        if run.epoch == ends_after:
             break
 
 
@@ -595,6 +610,34 @@ def test_the_best_evaluation_within_an_epoch_is_kept(tmp_path):
     kept = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert kept == {"best.pt", "epoch-0001-step-000003.pt", "epoch-0002.pt"}
     assert (tmp_path / "run/checkpoints/best.pt").readlink() == Path("epoch-0001-step-000003.pt")
+    assert (
+        result_of(tmp_path / "run")["best"] | {"step": 3, "validation_loss": 0}
+        == result_of(tmp_path / "run")["best"]
+    )
+
+
+def test_the_best_checkpoint_may_be_that_of_an_earlier_run(tmp_path, capsys):
+    """And a run without scores has none: its last weights are loaded."""
+    with hpctrain.Run("mine", out=tmp_path / "first", watchdog=0) as run:
+        train_simply(run, 3, after=lambda run: run.score(f1=5 - run.epoch))
+    first = tmp_path / "first/checkpoints/epoch-0001.pt"
+    with hpctrain.Run("mine", out=tmp_path / "second", resume=tmp_path / "first", watchdog=0) as run:
+        train_simply(run, 5, after=lambda run: run.score(f1=0))
+    assert result_of(tmp_path / "second")["best"] == {
+        "epoch": 1,
+        "step": 5,
+        "f1": 4,
+        "checkpoint": str(first),
+    }
+    assert (tmp_path / "second/checkpoints/best.pt").readlink() == first
+    with hpctrain.Run("mine", out=tmp_path / "third", watchdog=0) as run:
+        train_simply(run)
+        assert not run.score(test_f1=1)
+    assert "best" not in result_of(tmp_path / "third")
+    loaded = nn.Linear(4, 2)
+    hpctrain.load_weights(loaded, tmp_path / "third")
+    assert weights_sha256(loaded) == result_of(tmp_path / "third")["weights_sha256"]
+    assert "third has no best checkpoint: loading the newest one, epoch-0001.pt" in capsys.readouterr().out
 
 
 def test_random_numbers_at_the_begin_of_an_epoch_are_those_of_the_epoch(tmp_path):

@@ -77,17 +77,29 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def link_best(best: Path) -> None:
-    """Let best.pt beside this checkpoint be a link to it, unless it is in another run folder.
+def link_best(folder: Path, best: Path) -> None:
+    """Let best.pt in this folder be a link to a checkpoint, which may be that of an earlier run.
 
     A file system without links has none.
     """
     if best.exists():
-        new = best.with_name(f".best.pt.{os.getpid()}")
+        new = folder / f".best.pt.{os.getpid()}"
         with suppress(OSError):
             new.unlink(missing_ok=True)
-            new.symlink_to(best.name)
-            new.replace(best.with_name("best.pt"))
+            new.symlink_to(best.name if best.parent == folder else best.absolute())
+            new.replace(folder / "best.pt")
+
+
+def find_best(folder: Path) -> Path:
+    """The best checkpoint of a run folder; prints that it is the newest, if no score has chosen one.
+
+    Raises HpctrainError if there is no checkpoint.
+    """
+    best = folder / "checkpoints" / "best.pt"
+    if not best.exists():
+        best = find_newest(folder)
+        say(f"hpctrain: {folder} has no best checkpoint: loading the newest one, {best.name}")
+    return best
 
 
 def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
@@ -331,6 +343,7 @@ def check_intact(path: Path) -> None:
 def load_weights(model: torch.nn.Module, path: str | Path) -> None:
     """Load weights into a model, in place, from a checkpoint of hpctrain or Lightning, or a file of weights.
 
+    Of a run folder, its best checkpoint is taken, or the newest if the run has no scores.
     DistributedDataParallel, DataParallel and torch.compile put a prefix before each name; the model and the
     file may each have one. Lightning puts the name of the attribute that holds the model. Raises
     HpctrainError, naming the file, if it is damaged or does not fit the model.
@@ -339,8 +352,10 @@ def load_weights(model: torch.nn.Module, path: str | Path) -> None:
     if not path.exists():
         raise HpctrainError(f"{path}: no such file or folder{hint_missing(path)}")
     refuse_pointer(path)
+    if (path / "checkpoints").is_dir():
+        path = find_best(path)
     if path.is_dir() and not any(path.glob("rank-*.pt")):
-        raise HpctrainError(f"{path}: a folder that is no checkpoint: name a checkpoint in it")
+        raise HpctrainError(f"{path}: a folder that is no checkpoint and no run folder: name one of these")
     if path.suffix == ".json":
         raise HpctrainError(f"{path}: a list of the files that have the weights: load them one by one")
     if path.is_dir() or zipfile.is_zipfile(path):  # other formats have no checksum

@@ -167,7 +167,8 @@ class Checkpointer:
     def link_best(self) -> None:
         """Let best.pt be the best checkpoint, after wait() on all ranks."""
         if self.in_parts and self._last and self._world.rank == 0:
-            checkpoint.link_best(self._last[1])
+            path, best = self._last
+            checkpoint.link_best(path.parent, best)
 
     def close(self) -> None:
         """Wait until the last checkpoint is written or has failed, and free its copy. None follows."""
@@ -200,7 +201,7 @@ class Checkpointer:
             else:
                 self._save_or_retry(path, state)
                 self._remove_old(path, path, best)
-                checkpoint.link_best(best)
+                checkpoint.link_best(path.parent, best)
             self._written, self._last = True, (path, best)
         except HpctrainError as error:
             self._error = error

@@ -23,6 +23,7 @@ class Best:
         self.by: str | None = None
         self.lowest: bool | None = None
         self.evaluations = Evaluations()
+        self._before = Evaluations()  # those before the last evaluation
 
     @property
     def epoch(self) -> int:
@@ -59,21 +60,37 @@ class Best:
 
         Raises UsageError without the one that decides.
         """
-        self.by = self.by or min(scores, key=is_loss)
+        self.by = self._name(scores)
         if self.by not in scores:
             raise UsageError(
                 f"the scores {', '.join(scores)} lack {self.by}, which decides on the best checkpoint: "
                 "give each evaluation this score, or another name to run.best.by"
             )
-        lowest = is_loss(self.by) if self.lowest is None else self.lowest
         losses = [value for name, value in scores.items() if is_loss(name) and name != self.by]
         score = scores[self.by]
-        return -score if lowest else score, -losses[0] if losses else 0.0
+        return self._sign(self.by) * score, -losses[0] if losses else 0.0
+
+    def describe(self, scores: Mapping[str, float]) -> dict[str, float]:
+        """The name and the value of the best score, for result.json; `scores` are the last ones."""
+        name = self._name(scores)
+        return {name: self._sign(name) * self.evaluations.score[0]}
+
+    def _name(self, scores: Mapping[str, float]) -> str:
+        return self.by or min(scores, key=is_loss, default="score")
+
+    def _sign(self, name: str) -> int:
+        return -1 if (is_loss(name) if self.lowest is None else self.lowest) else 1
 
     def add(self, epoch: int, step: int, score: float | Sequence[float]) -> bool:
-        """Count an evaluation here. Returns whether its score is the highest so far; the first one is."""
-        earlier = self.evaluations
-        total, latest = earlier.total + 1, (epoch, step)
+        """Count an evaluation here, in place of an earlier one here.
+
+        Returns whether its score is the highest so far; the first one is.
+        """
+        latest = epoch, step
+        if self.evaluations.latest != latest:
+            self._before = self.evaluations
+        earlier = self._before
+        total = earlier.total + 1
         # scalars of numpy and torch become numbers of Python
         values = tuple(float(value) for value in (score if isinstance(score, Sequence) else [score]))
         if values <= earlier.score:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -45,7 +46,14 @@ from hpctrain.run.metrics import Metrics, format_seconds, plain_numbers
 from hpctrain.run.nonfinite import NonFinite
 from hpctrain.run.options import RunOptions, describe_differences
 from hpctrain.run.owner import Owner
-from hpctrain.run.prepare import Result, prepare_folder, read_result, withdraw, withdraw_if_refused
+from hpctrain.run.prepare import (
+    Result,
+    find_earlier_checkpoint,
+    prepare_folder,
+    read_result,
+    withdraw,
+    withdraw_if_refused,
+)
 from hpctrain.run.profile import NO_PROFILE, Profile
 from hpctrain.run.rank_log import open_log, write_line
 from hpctrain.run.speed import StepTimes, T, gather_speed, gpu_percent, peak_memory
@@ -129,6 +137,8 @@ class Record:
         self._flops: float | None = None
         self._only_check = self._state_is_checked = False  # see must_save()
         self._resumed: Position | None = None  # until limit_epochs()
+        # Epoch and step of the best evaluation before a resume; its checkpoint may be in another folder.
+        self._earlier_best: tuple[tuple[int, int], Path] | None = None
         # The position within the next epoch, and the means since the last line of metrics.
         self._step = self._steps = self._examples = 0
         self._means = Means()
@@ -169,6 +179,9 @@ class Record:
             state = self._load(device, model, entries)
             position = self._resumed = Position.from_entries(state)
             self.epoch, self._step, self.best.evaluations = position.epoch, position.step, position.best
+            folders = [self.folder, self.resume_from.parent.parent]
+            path = find_earlier_checkpoint(folders, self.best.epoch, self.best.step)
+            self._earlier_best = (self.best.epoch, self.best.step), path
             if epochs is not None:
                 self._note_if_finished(epochs)
             self._compare_options(self._options.list_weighty(), position.options, free=("epochs",))
@@ -180,6 +193,14 @@ class Record:
         if epochs is not None:
             self.limit_epochs(epochs)
         return state
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """The checkpoint of the best evaluation, whether it is written by now or not."""
+        place = self.best.epoch, self.best.step
+        if self._earlier_best and self._earlier_best[0] == place:
+            return self._earlier_best[1]
+        return checkpoint.path_of(self.folder, *place)
 
     def limit_epochs(self, epochs: int, *, fixed: bool = False) -> None:
         """Train to this number of epochs. Sets `is_finished`, or raises UsageError, as resume() does.
@@ -435,8 +456,7 @@ class Record:
                     options=self._options.list_weighty() | {"epochs": str(self.epochs)},
                 )
                 state = checkpoint.with_plain_names(state, self._nonfinite.model) | position.to_entries()
-                best = checkpoint.path_of(self.folder, self.best.epoch, self.best.step)
-                self._checkpointer.save_in_background(path, state, best)
+                self._checkpointer.save_in_background(path, state, self.best_checkpoint)
         known = self.world.rank == 0 and add_image_digest(self._config)
         if known and (text := describe_changes(self._config, ["image_digest"])):
             self.print(f"changed since the last start: {text}")
@@ -546,6 +566,8 @@ class Record:
         result: dict[str, Any] = values | skipped | {"epochs": self.epoch, "seconds": seconds}
         if self.epochs is not None and self.epoch < self.epochs and not self.best.has_stalled:
             result["of_epochs"] = self.epochs  # its loop has ended by itself
+        if self.best.epoch:
+            result["best"] = self._describe_best(values)
         result |= {"weights_sha256": digest, "speed": speed}
         add_image_digest(self._config)
         self._metrics.close()
@@ -558,6 +580,14 @@ class Record:
             self.print(NO_PROFILE)
         self.print(f"weights {digest[:16]}, metrics, checkpoints and curves.png are in {self.folder}")
         self._owner.release()
+
+    def _describe_best(self, scores: dict[str, float]) -> dict[str, Any]:
+        """Where the best score was, as metrics.jsonl counts, and its checkpoint."""
+        epoch, step, path = self.best.epoch, self.best.step, self.best_checkpoint
+        place = {"epoch": epoch, "step": (epoch - (step > 0)) * self._steps + step}
+        is_own = path.is_relative_to(self.folder)
+        name = str(path.relative_to(self.folder)) if is_own else as_given(str(path))
+        return place | self.best.describe(scores) | {"checkpoint": name}
 
     def print(self, text: str) -> None:
         """Print a line on rank 0 above the progress bar, and log it on all; control characters escaped."""

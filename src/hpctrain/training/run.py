@@ -25,7 +25,6 @@ from hpctrain.errors import UsageError
 from hpctrain.hooks.clean_exit import wait_for_threads
 from hpctrain.run.best import Best
 from hpctrain.run.options import RunOptions
-from hpctrain.run.prepare import find_earlier_checkpoint
 from hpctrain.run.record import Record
 from hpctrain.training.batches import (
     EpochPlan,
@@ -488,7 +487,7 @@ class Run:
             for batch in loader:
                 yield self._to_device(batch)
 
-    def score(self, **values: Any) -> None:
+    def score(self, **values: Any) -> bool:
         """Write the scores of an evaluation: after the batches of an epoch, after run.step(), or at the end.
 
         Each is a number, a tensor with a value per example, or a list of these tensors, one for each batch of
@@ -497,7 +496,9 @@ class Run:
 
         While the run trains, the checkpoint of the best score is kept, as checkpoints/best.pt: the first
         score or `best.by`, of which the highest is the best, or the lowest if its name ends in "loss". The
-        first other loss breaks ties. result.json has the last scores.
+        first other loss breaks ties. result.json has the last scores, and the best one.
+
+        Returns whether this evaluation is the best so far.
         """
         if self._at in (IN_EPOCH, IN_BATCH) or (self._at == AFTER_STEP and not self._is_last_part):
             raise UsageError(
@@ -505,7 +506,7 @@ class Run:
                 "if run.is_due(steps)"
             )
         if self._at == STALLED:  # within the epoch, with these weights
-            return
+            return False
         own = {name: self._sum_up(value) for name, value in values.items()}
         sums = gather(self.world, [*own.values()])
         for name, of_ranks in zip(own, zip(*sums, strict=True), strict=True):
@@ -517,8 +518,11 @@ class Run:
         self.scores |= values
         if self._at == AFTER_BATCHES:
             self._score = self.best.choose(values)
-        elif self._at == AFTER_STEP:
+            return self.best.add(self.epoch, 0, self._score)
+        if self._at == AFTER_STEP:
             self._is_best |= self._record.count_evaluation(self.best.choose(values))
+            return self.best.since == 0
+        return False
 
     def _sum_up(self, value: Any) -> list[float]:
         """The sum and the number of the values of this rank."""
@@ -536,9 +540,7 @@ class Run:
         if self.best.since == 0:
             return False
         assert self._strategy and self._tracked
-        resumed = self.resume_from
-        earlier = [resumed.parent.parent] if resumed else []  # of another run, perhaps
-        path = find_earlier_checkpoint([self.folder, *earlier], self.best.epoch, self.best.step)
+        path = self._record.best_checkpoint
         self._record.wait()
         with all_or_none(self.world):
             if self.world.rank == 0:
