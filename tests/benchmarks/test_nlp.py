@@ -9,16 +9,7 @@ from tests.helpers import run_command
 
 def run(*options):
     """The rows of the benchmark's table, each a dictionary of text, by way; and both outputs."""
-    command = [
-        *options,
-        REPOSITORY / "benchmarks/nlp.py",
-        "--size",
-        "tiny",
-        "--examples",
-        "64",
-        "--turns",
-        "1",
-    ]
+    command = [*options, REPOSITORY / "benchmarks/nlp.py", "--size=tiny", "--examples=64", "--turns=1"]
     done = run_command([sys.executable, *command])
     assert done.returncode == 0, done.stderr
     lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]

@@ -46,16 +46,8 @@ def added(site):
     env = {"HPCTRAIN_PACKAGES": "/project/alice/packages"}
 
     def add(*arguments, check=True, env=env):
-        command = [
-            "apptainer",
-            "exec",
-            "--bind",
-            "/project",
-            "/project/hpctrain-cpu.sif",
-            "hpctrain",
-            "add",
-            *arguments,
-        ]
+        command = ["apptainer", "exec", "--bind", "/project", "/project/hpctrain-cpu.sif", "hpctrain", "add"]
+        command += arguments
         return site.exec("login", *command, user="alice", cwd="/project/alice", env=env, check=check)
 
     modules = {"extra/__init__.py": "name = 'extra 1'\n", "numpy.py": "raise SystemExit('the wrong numpy')\n"}
@@ -161,16 +153,8 @@ def test_a_slow_check_of_imports_shows_its_progress(tmp_path, monkeypatch, capsy
 def test_a_package_that_cannot_be_imported_or_breaks_the_image_is_refused(site, added):
     """torchaudio's wheel of PyPI needs torch with CUDA."""
     folder = site.host_path("/project/alice")
-    pip = [
-        REPOSITORY / ".venv/bin/python",
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        folder / "wheels",
-    ]
+    pip = [REPOSITORY / ".venv/bin/python", "-m", "pip", "download", "--quiet", "--no-deps"]
+    pip += ["--dest", folder / "wheels"]
     subprocess.run([*pip, "torchaudio==2.11.0"], check=True)
     ends = wheel(folder, "ends", "1.0", {"ends.py": "import os\nos._exit(3)\n"})
     breaks = wheel(folder, "breaks", "1.0", {"breaks.py": "import sys\nsys.modules['lightning'] = None\n"})
@@ -213,15 +197,7 @@ def test_the_packages_that_people_add_fit_the_versions_of_the_image(tmp_path):
     lock = (REPOSITORY / "containers/locks/cpu.lock").read_text()
     # The CPU build of torch is not on PyPI, and its version fits where 2.13.0 does.
     pins.write_text("\n".join(re.findall(r"^[a-z0-9-]+==[^ +]+", lock, re.M)))
-    uv = [
-        REPOSITORY / ".venv/bin/uv",
-        "pip",
-        "compile",
-        "--no-config",
-        "--no-build",
-        "--python-version",
-        "3.11",
-    ]
+    uv = [REPOSITORY / ".venv/bin/uv", "pip", "compile", "--no-config", "--no-build", "--python-version=3.11"]
     uv += [
         "--python-platform",
         "x86_64-manylinux_2_28",

@@ -170,15 +170,8 @@ def test_the_model_of_start_up():
     assert [row[0] for row in rows()] == [8, 512, 4096]
     # 1 GB read by 100 nodes at 10 GB/s; 10 blocks of 100 MB, to 10 nodes each over 1 GB/s, on 2 levels, each
     # written at 1 GB/s
-    numbers = [
-        "--read-mb=1000",
-        "--image-mb=1000",
-        "--file-system=10",
-        "--node=1",
-        "--link=1",
-        "--disk=1",
-        "--fanout=10",
-    ]
+    numbers = ["--read-mb=1000", "--image-mb=1000", "--file-system=10", "--node=1", "--link=1", "--disk=1"]
+    numbers += ["--fanout=10"]
     (row,) = rows(
         "--nodes=100",
         "--ranks-per-node=10",

@@ -232,13 +232,8 @@ def test_the_sif_has_only_the_files_of_the_image(cluster, image):
 
 def test_a_user_without_a_name_in_a_read_only_container(cluster, podman_image):
     """podman run --user 1000 --read-only: no name, no home, no network; only podman's /tmp is writable."""
-    options = [
-        "--user=1000:1000",
-        "--read-only",
-        "--network=none",
-        "--cap-drop=all",
-        "--security-opt=no-new-privileges",
-    ]
+    options = ["--user=1000:1000", "--read-only", "--network=none", "--cap-drop=all"]
+    options += ["--security-opt=no-new-privileges"]
     script = "id -u; touch /opt/hpctrain/x /x 2>&1; hpctrain train_ddp --epochs 1 --out /tmp/out; ls /tmp/out"
     done = cluster.exec(
         "n1", "podman-hpc", "run", "--rm", *options, "hpctrain:cpu", "sh", "-c", script,

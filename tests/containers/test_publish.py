@@ -109,14 +109,8 @@ def train(site, script, image, env, weights):
 
 def test_apptainer_pulls_what_was_pushed_and_trains(site, digest, weights):
     """`apptainer pull docker://` does the same without zstd, and takes a minute longer."""
-    pull = [
-        "apptainer",
-        "build",
-        "--disable-cache",
-        "--no-https",
-        "--mksquashfs-args",
-        "-comp zstd -Xcompression-level 1",
-    ]
+    pull = ["apptainer", "build", "--disable-cache", "--no-https"]
+    pull += ["--mksquashfs-args", "-comp zstd -Xcompression-level 1"]
     site.exec("login", *pull, "/project/alice/pulled.sif", f"docker://{NAME}@{digest}", user="alice")
     labels = site.exec(
         "login", "apptainer", "inspect", "--json", "/project/alice/pulled.sif", user="alice"
@@ -158,15 +152,8 @@ def test_the_sif_itself_in_the_registry(site, registries):
     raw = ["skopeo", "inspect", "--raw", "--tls-verify=false", there.replace("oras", "docker")]
     digest = hashlib.sha256(site.exec("login", *raw, user="alice").stdout.encode()).hexdigest()
     for name in (there, f"oras://{NAME}@sha256:{digest}"):
-        pull = [
-            "apptainer",
-            "pull",
-            "--force",
-            "--disable-cache",
-            "--no-https",
-            "/project/alice/oras.sif",
-            name,
-        ]
+        pull = ["apptainer", "pull", "--force", "--disable-cache"]
+        pull += ["--no-https", "/project/alice/oras.sif", name]
         site.exec("login", *pull, user="alice")
         sums = site.exec(
             "login", "sha256sum", "/project/hpctrain-cpu.sif", "/project/alice/oras.sif", user="alice"
@@ -227,18 +214,8 @@ def on_top(site):
     """The folder of wheels to mount at /mnt, where pip looks for those of alice's examples/on-top."""
     wheels = site.host_path("/home/alice/wheels")
     requirements = site.host_path(f"{HOME}/examples/on-top/requirements.txt")
-    pip = [
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--require-hashes",
-        "-r",
-        requirements,
-        "-d",
-        wheels,
-    ]
+    pip = ["-m", "pip", "download", "--quiet", "--no-deps"]
+    pip += ["--require-hashes", "-r", requirements, "-d", wheels]
     subprocess.run([REPOSITORY / ".venv/bin/python", *pip], check=True)
     with requirements.open("a") as file:
         file.write("--no-index\n--find-links /mnt\n")
@@ -266,15 +243,8 @@ def test_a_dockerfile_on_top(site, on_top):
 
 def test_a_definition_on_top_by_an_ordinary_user(site, on_top):
     """As a sandbox, which skips the compression; its content is the same."""
-    build = [
-        "apptainer",
-        "build",
-        "--sandbox",
-        "--bind",
-        "/home/alice/wheels:/mnt",
-        "/home/alice/on-top",
-        "examples/on-top/on-top.def",
-    ]
+    build = ["apptainer", "build", "--sandbox"]
+    build += ["--bind", "/home/alice/wheels:/mnt", "/home/alice/on-top", "examples/on-top/on-top.def"]
     site.exec("login", *build, user="alice", cwd=HOME)
     done = site.exec("n1", "apptainer", "exec", "/home/alice/on-top", "python", "-c", UNCHANGED, user="alice")
     assert done.stdout == "added ['einops'] changed {} 0.8.1\n"

@@ -161,17 +161,8 @@ def test_a_sif_does_not_depend_on_the_user_who_builds_it(tiny, tiny_sif, tmp_pat
     theirs = tmp_path / "alice"
     theirs.mkdir()
     os.chown(theirs, 1000, 1000)
-    command = [
-        "run",
-        "-u",
-        "alice",
-        "-b",
-        theirs,
-        "--",
-        "apptainer/build_sif.sh",
-        "--output",
-        theirs / "image.sif",
-    ]
+    command = ["run", "-u", "alice", "-b", theirs, "--", "apptainer/build_sif.sh"]
+    command += ["--output", theirs / "image.sif"]
     run("cluster/cluster.sh", *command, cwd=tiny)
     assert (theirs / "image.sif").stat().st_uid == 1000
     assert (theirs / "image.sif").read_bytes() == tiny_sif.read_bytes()
@@ -374,16 +365,8 @@ def test_a_signed_sif_is_verified_and_a_changed_one_is_refused(tiny, tiny_sif, t
     shutil.copy(tiny / "build/hpctrain-cpu.provenance.json", tmp_path)
 
     def apptainer(*arguments, **options):
-        command = [
-            "run",
-            "-b",
-            tmp_path,
-            "-e",
-            f"APPTAINER_CONFIGDIR={tmp_path}/keys",
-            "--",
-            "apptainer",
-            *arguments,
-        ]
+        command = ["run", "-b", tmp_path, "-e", f"APPTAINER_CONFIGDIR={tmp_path}/keys", "--", "apptainer"]
+        command += arguments
         return run("cluster/cluster.sh", *command, **options)
 
     apptainer(

@@ -303,18 +303,7 @@ def test_a_run_holds_no_secret_and_is_for_its_user_alone(tmp_path):
     env = {"HF_TOKEN": token, "HPCTRAIN_JOB_SECRET": secret, "MPLCONFIGDIR": str(tmp_path)}
     env |= {"HPCTRAIN_IMAGE": "docker://me:pass@host/image", "HPCTRAIN_CACHE": f"{tmp_path}/caches/cache"}
     for out in (f"new/{token}", "there"):
-        command = [
-            sys.executable,
-            "-m",
-            "hpctrain",
-            "nlp.ner",
-            "--epochs",
-            "1",
-            "--limit",
-            "40",
-            "--out",
-            out,
-        ]
+        command = [sys.executable, "-m", "hpctrain", "nlp.ner", "--epochs=1", "--limit=40", "--out", out]
         done = run_command(command, cwd=tmp_path, env=os.environ | env, umask=0o022)
         assert done.returncode == 0, done.stderr
         files = [path for path in (tmp_path / out).rglob("*") if path.is_file()]

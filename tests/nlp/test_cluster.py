@@ -115,18 +115,7 @@ def instruct_words(cluster):
     """The words of a run of nlp.instruct on a tiny model."""
     make_model(folder(cluster, "qwen3"), "qwen3")
     shutil.copytree(instruct.TASK.samples, folder(cluster, "instruct"))
-    options = [
-        "--data",
-        "instruct",
-        "--epochs",
-        "1",
-        "--limit",
-        "64",
-        "--batch-size",
-        "8",
-        "--max-length",
-        "64",
-    ]
+    options = ["--data=instruct", "--epochs=1", "--limit=64", "--batch-size=8", "--max-length=64"]
     return ["nlp.instruct", "--model", "./qwen3", *options]
 
 

@@ -64,18 +64,7 @@ TRAINERS = {"train_ddp": [], "train_lightning": [], "nlp.classify": ["--limit", 
 
 def train(trainer, folder, *options):
     data = [] if trainer.startswith("nlp.") else ["--data", "digits"]
-    arguments = [
-        trainer,
-        *data,
-        *TRAINERS[trainer],
-        "--epochs",
-        "2",
-        "--batch-size",
-        "32",
-        "--out",
-        "run",
-        *options,
-    ]
+    arguments = [trainer, *data, *TRAINERS[trainer], "--epochs=2", "--batch-size=32", "--out=run", *options]
     done = warm_start.run(warm_start.torchrun_ranks(4, arguments, dict(os.environ), poison), folder)
     return done, folder / "run"
 

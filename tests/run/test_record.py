@@ -533,18 +533,8 @@ def test_a_checkpoint_of_another_model_is_skipped_and_none_that_fits_is_one_line
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_before_its_first_checkpoint(small, tmp_path):
     """Ctrl-C gives one line, and what refuses to begin again names the command that does."""
-    command = [
-        sys.executable,
-        "-m",
-        "hpctrain",
-        "train_single",
-        "--data",
-        small,
-        "--epochs",
-        "9999",
-        "--out",
-        "run",
-    ]
+    command = [sys.executable, "-m", "hpctrain", "train_single", "--data", small, "--epochs=9999"]
+    command += ["--out=run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # tests in the background of a shell ignore it
     takes_it = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)

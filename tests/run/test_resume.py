@@ -343,20 +343,7 @@ def test_an_interval_that_is_none(tmp_path, value):
 @pytest.mark.slow
 def test_the_best_epoch_is_kept(tmp_path):
     """Beside the newest; by the accuracy, then by the loss."""
-    train(
-        1,
-        "--epochs",
-        4,
-        "--lr",
-        "0.1",
-        "--lr-decay",
-        "1",
-        "--keep-checkpoints",
-        1,
-        "--out",
-        "run",
-        cwd=tmp_path,
-    )
+    train(1, "--epochs=4", "--lr=0.1", "--lr-decay=1", "--keep-checkpoints=1", "--out=run", cwd=tmp_path)
     scores = [
         (line["test_accuracy"], -line["test_loss"])
         for line in metrics(tmp_path / "run")

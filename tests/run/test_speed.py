@@ -206,18 +206,7 @@ def test_result_has_tokens_without_padding(tmp_path, monkeypatch):
     """One of 65 examples is left out in each epoch, and an evaluation does not count."""
     counts = []
     count_tokens(monkeypatch, counts)
-    options = [
-        "--epochs",
-        "2",
-        "--limit",
-        "65",
-        "--batch-size",
-        "16",
-        "--accumulate",
-        "2",
-        "--eval-every",
-        "3",
-    ]
+    options = ["--epochs=2", "--limit=65", "--batch-size=16", "--accumulate=2", "--eval-every=3"]
     finetune.fine_tune(classify.TASK, ALONE, [*options, "--out", str(tmp_path / "run")])
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     examples, real, padded = map(sum, zip(*counts, strict=True))

@@ -115,17 +115,7 @@ def service():
 def command(tmp_path, epochs):
     if not (tmp_path / "digits").exists():
         write_digits(tmp_path / "digits")
-    return [
-        sys.executable,
-        "-m",
-        "hpctrain",
-        "train_ddp",
-        "--data",
-        "digits",
-        *OPTIONS,
-        "--epochs",
-        str(epochs),
-    ]
+    return [sys.executable, "-m", "hpctrain", "train_ddp", "--data=digits", *OPTIONS, "--epochs", str(epochs)]
 
 
 def variables(**more):

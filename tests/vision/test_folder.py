@@ -558,19 +558,8 @@ if __name__ == "__main__":
 
 def train(trainer, images, cwd, *words, ranks=2):
     """With a small model: Horovod in the image, the other trainers on warm-started ranks."""
-    words = [
-        "--model",
-        "resnet50",
-        "--data",
-        images,
-        "--image-size",
-        16,
-        "--batch-size",
-        4,
-        "--checkpoint-every",
-        1,
-        *words,
-    ]
+    options = ["--model=resnet50", "--data", images, "--image-size=16", "--batch-size=4"]
+    words = [*options, "--checkpoint-every=1", *words]
     arguments = [trainer, *map(str, words), "--epochs", "2", "--keep-checkpoints", "99"]
     if trainer == "train_horovod":
         (cwd / "small.py").write_text(IN_IMAGE)

@@ -233,16 +233,8 @@ def test_fsdp_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
     assert same_metrics(tmp_path / "run", runs / "two")
     # In bf16 as well, and with 5 test images in two batches on rank 1, but 4 in one on rank 0.
-    options = (
-        "--data",
-        write_digits(tmp_path / "nine", 16, 9),
-        "--batch-size",
-        4,
-        "--epochs",
-        1,
-        "--precision",
-        "bf16",
-    )
+    options = ("--data", write_digits(tmp_path / "nine", 16, 9), "--batch-size=4", "--epochs=1")
+    options += ("--precision=bf16",)
     for trainer in ("train_ddp", "train_fsdp"):
         train(2, *options, "--out", trainer, cwd=tmp_path, trainer=trainer)
     assert (

@@ -134,14 +134,8 @@ def in_the_image(*command, **env):
         pytest.skip(reason)
     options = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
     source = slurm_cluster.REPOSITORY / "src"
-    apptainer = [
-        "apptainer",
-        "exec",
-        "--env",
-        f"PYTHONPATH={source}",
-        *options,
-        slurm_cluster.REPOSITORY / "hpctrain-cpu.sif",
-    ]
+    apptainer = ["apptainer", "exec", "--env", f"PYTHONPATH={source}"]
+    apptainer += [*options, slurm_cluster.REPOSITORY / "hpctrain-cpu.sif"]
     done = run_command(
         [slurm_cluster.CLUSTER_SH, "run", "--", *apptainer, *command],
         cwd=slurm_cluster.REPOSITORY, env=clean_environment()

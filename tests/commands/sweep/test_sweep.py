@@ -270,14 +270,8 @@ def test_a_job_array_on_the_cluster(cluster):
     write_digits(cluster.host_path(f"{home}/few"))
     text = FILE.replace("train_single", "train_ddp").replace("DATA", "few").replace("TRIALS", "3")
     cluster.host_path(f"{home}/search.yaml").write_text(text)
-    submit = [
-        "sbatch",
-        "--wait",
-        "--array=0-2%2",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "launch/apptainer_ddp.sh",
-    ]
+    submit = ["sbatch", "--wait", "--array=0-2%2", "--nodes=2"]
+    submit += ["--ntasks-per-node=1", "launch/apptainer_ddp.sh"]
     cluster.exec(
         "login", *submit, "sweep", "search.yaml", user="alice", cwd=home, env={"OMP_NUM_THREADS": "1"}
     )

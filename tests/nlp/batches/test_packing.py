@@ -120,18 +120,8 @@ def test_losses_are_those_without_it_on_one_rank_and_on_two(kind, chats, tmp_pat
     tokenizer = load_tokenizer(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "model")
     make_model(kind, len(tokenizer), **SHAPES[kind]).save_pretrained(tmp_path / "model")
-    options = (
-        "--data",
-        chats,
-        "--model",
-        tmp_path / "model",
-        "--epochs",
-        2,
-        "--batch-size",
-        20,
-        "--max-length",
-        128,
-    )
+    options = ("--data", chats, "--model", tmp_path / "model", "--epochs=2", "--batch-size=20")
+    options += ("--max-length=128",)
     plain = train("instruct", tmp_path / "plain", *options)
     packed = train("instruct", tmp_path / "packed", *options, "--pack")
     words = ["nlp.instruct", *map(str, options), "--pack", "--accumulate", "2", "--out", "two"]

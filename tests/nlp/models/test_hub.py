@@ -310,17 +310,8 @@ def test_data_set_of_the_hub_is_downloaded_once_and_named_in_the_card(hub, tmp_p
         "films.py": b"raise SystemExit(9)",
         "books/train-00000-of-00001.parquet": b"PAR1",
     }
-    options = (
-        "--columns",
-        "text=review",
-        "label=kind",
-        "--from-scratch",
-        "tiny",
-        "--epochs",
-        1,
-        "--batch-size",
-        8,
-    )
+    options = ("--columns", "text=review", "label=kind", "--from-scratch=tiny", "--epochs=1")
+    options += ("--batch-size=8",)
     where = {"cwd": tmp_path, "home": tmp_path / "home", "HPCTRAIN_CACHE": str(tmp_path / "cache")}
     done = run("nlp.classify", "--data", f"{NAME}/films", *options, "--out", "online", hub=hub, **where)
     assert done.status == 0, done.err

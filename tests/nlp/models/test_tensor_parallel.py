@@ -74,19 +74,8 @@ def llama(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_losses_of_ddp_on_four_ranks_and_a_resume_on_two(llama, tmp_path):
-    words = [
-        "nlp.instruct",
-        "--model",
-        llama,
-        "--data",
-        instruct.TASK.samples,
-        "--epochs",
-        1,
-        "--limit",
-        40,
-        "--batch-size",
-        8,
-    ]
+    words = ["nlp.instruct", "--model", llama, "--data", instruct.TASK.samples, "--epochs=1", "--limit=40"]
+    words += ["--batch-size=8"]
     words += ["--max-length", 64, "--checkpoint-every", 3, "--keep-checkpoints", 99]
     ddp = train_ranks(tmp_path / "ddp", 2, *words)
     whole = train_ranks(tmp_path / "whole", 4, *words, "--tensor-parallel", 2)

@@ -54,18 +54,8 @@ def similar(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def many(colors, config, tmp_path_factory):
-    options = (
-        "--columns",
-        "text=text",
-        "--problem",
-        "multi-label",
-        "--epochs",
-        12,
-        "--batch-size",
-        8,
-        "--lr",
-        5e-3,
-    )
+    options = ("--columns", "text=text", "--problem=multi-label", "--epochs=12", "--batch-size=8")
+    options += ("--lr=5e-3",)
     out = tmp_path_factory.mktemp("many") / "run"
     return train("classify", out, *options, "--data", colors, "--from-scratch", config)
 
@@ -156,15 +146,7 @@ def test_models_are_trained_further_and_tested_again(many, number, colors, simil
     again = train("classify", tmp_path / "many", "--epochs", 0, *options, "--model", many / "model")
     assert scores(again) == pytest.approx(scores(many))
     again = train(
-        "pair",
-        tmp_path / "number",
-        "--epochs",
-        0,
-        *REGRESSION,
-        "--data",
-        similar,
-        "--model",
-        number / "model",
+        "pair", tmp_path / "number", "--epochs=0", *REGRESSION, "--data", similar, "--model", number / "model"
     )
     assert scores(again) == pytest.approx(scores(number), rel=1e-5)
     of_pair = (*REGRESSION, "--data", similar, "--model", number / "model")

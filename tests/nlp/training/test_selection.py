@@ -104,17 +104,7 @@ def test_rare_class_is_found(rare, config, tmp_path, capfd):
 @pytest.mark.slow
 def test_weights_do_not_depend_on_parts(rare, config, tmp_path):
     """A part of a batch without the rare class has no other weight than it has in the batch."""
-    options = (
-        "--epochs",
-        1,
-        *RARE[2:],
-        "--data",
-        rare,
-        "--from-scratch",
-        config,
-        "--class-weights",
-        "balanced",
-    )
+    options = ("--epochs=1", *RARE[2:], "--data", rare, "--from-scratch", config, "--class-weights=balanced")
     runs = [train("classify", tmp_path / str(parts), *options, "--accumulate", parts) for parts in (1, 10)]
     losses = [[line["train_loss"] for line in metrics(run) if "train_loss" in line] for run in runs]
     assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -130,20 +120,8 @@ def stopped(tmp_path_factory, config):
 
 
 # A learning rate that is far too high; 10 steps an epoch.
-PATIENT = (
-    "--epochs",
-    12,
-    "--patience",
-    2,
-    "--batch-size",
-    8,
-    "--lr",
-    5e-3,
-    "--limit",
-    80,
-    "--keep-checkpoints",
-    99,
-)
+PATIENT = ("--epochs=12", "--patience=2", "--batch-size=8", "--lr=5e-3", "--limit=80")
+PATIENT += ("--keep-checkpoints=99",)
 
 
 def find_best(run):
@@ -256,19 +234,8 @@ def test_a_run_that_has_ended_is_not_continued(stopped, config, tmp_path, capsys
 @pytest.mark.slow
 def test_two_ranks_stop_at_the_same_epoch_with_the_same_losses(rare, config, tmp_path):
     """The weights never change: no epoch is better than the first, and losses differ by rounding alone."""
-    options = (
-        "--epochs",
-        9,
-        "--patience",
-        2,
-        *RARE[2:4],
-        "--lr",
-        1e-30,
-        "--data",
-        rare,
-        "--from-scratch",
-        config,
-    )
+    options = ("--epochs=9", "--patience=2", *RARE[2:4], "--lr=1e-30", "--data", rare)
+    options += ("--from-scratch", config)
     options += ("--class-weights", "balanced")
     alone = train("classify", tmp_path / "alone", *options)
     words = ["nlp.classify", *map(str, options), "--out", "two"]
@@ -363,19 +330,7 @@ def test_run_resumed_after_an_evaluation_ends_alike(kept, evaluated, config, tmp
 @pytest.mark.slow
 def test_two_ranks_evaluate_within_epochs(rare, config, tmp_path):
     """As in the test of --patience: the first evaluation is the best, and the third one ends the run."""
-    options = (
-        "--epochs",
-        9,
-        "--patience",
-        2,
-        "--eval-every",
-        3,
-        "--accumulate",
-        2,
-        *RARE[2:4],
-        "--lr",
-        1e-30,
-    )
+    options = ("--epochs=9", "--patience=2", "--eval-every=3", "--accumulate=2", *RARE[2:4], "--lr=1e-30")
     words = ["nlp.classify", *map(str, (*options, "--data", rare, "--from-scratch", config)), "--out", "two"]
     done = warm_start.run(warm_start.torchrun_ranks(2, words, dict(os.environ)), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -136,19 +136,8 @@ def words(config):
 
     There are 50 test texts, so that ranks have different numbers of batches to evaluate.
     """
-    words = [
-        "nlp.classify",
-        "--from-scratch",
-        config,
-        "--epochs",
-        2,
-        "--limit",
-        63,
-        "--batch-size",
-        12,
-        "--max-length",
-        64,
-    ]
+    words = ["nlp.classify", "--from-scratch", config, "--epochs=2", "--limit=63", "--batch-size=12"]
+    words += ["--max-length=64"]
     return [*words, "--checkpoint-every", 2, "--keep-checkpoints", 99]
 
 
@@ -233,17 +222,7 @@ def test_a_run_that_died_after_its_last_checkpoint_is_finished_on_two_ranks(word
 @pytest.mark.slow
 def test_a_part_that_cannot_be_written_ends_the_run_and_keeps_the_last_complete_checkpoint(tmp_path):
     write_digits(tmp_path / "digits", 64, 8)
-    words = [
-        "train_fsdp",
-        "--data",
-        "digits",
-        "--batch-size",
-        "8",
-        "--checkpoint-every",
-        "2",
-        "--keep-checkpoints",
-        "1",
-    ]
+    words = ["train_fsdp", "--data=digits", "--batch-size=8", "--checkpoint-every=2", "--keep-checkpoints=1"]
     done = warm_start.run(
         warm_start.torchrun_ranks(2, [*words, "--out", "run"], dict(os.environ), fail_on_rank_1), tmp_path
     )
@@ -272,19 +251,8 @@ def test_the_optimizer_of_another_model_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_tied_weights_dropout_accumulation_and_skipped_steps(tmp_path):
     """A language model, whose output layer is its embedding."""
-    words = [
-        "nlp.generate",
-        "--epochs",
-        1,
-        "--limit",
-        40,
-        "--batch-size",
-        8,
-        "--max-length",
-        32,
-        "--accumulate",
-        2,
-    ]
+    words = ["nlp.generate", "--epochs=1", "--limit=40", "--batch-size=8", "--max-length=32"]
+    words += ["--accumulate=2"]
     words += ["--on-nan", "skip", "--gradient-checkpointing"]
     runs = [
         train_ranks(tmp_path / name, 2, *words, "--strategy", name, setup=spoil_a_step)
@@ -302,16 +270,8 @@ def test_tied_weights_dropout_accumulation_and_skipped_steps(tmp_path):
 @pytest.mark.slow
 def test_an_adapter_is_whole_and_bf16_trains(whole, words, tmp_path):
     data = [word for word in words if word != "--from-scratch" and not isinstance(word, Path)]
-    lora = [
-        *data,
-        "--model",
-        whole / "model",
-        "--data",
-        classify.TASK.samples,
-        "--lora-rank",
-        4,
-        "--gradient-checkpointing",
-    ]
+    lora = [*data, "--model", whole / "model", "--data", classify.TASK.samples, "--lora-rank=4"]
+    lora += ["--gradient-checkpointing"]
     runs = [train_ranks(tmp_path / name, 2, *lora, "--strategy", name) for name in ("ddp", "fsdp")]
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
     adapters = []
