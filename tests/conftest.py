@@ -195,6 +195,22 @@ def podman_image(site: Cluster) -> dict[str, str]:
 
 
 @pytest.fixture
+def check_table(request: pytest.FixtureRequest) -> Callable[[Path, str, list[str]], None]:
+    """Compare the table after a comment of a page with what a test saw; with --write-table, write it."""
+
+    def check(page: Path, begin: str, lines: list[str]) -> None:
+        table, end = "\n".join(lines) + "\n", "<!-- end -->\n"
+        before, _, rest = page.read_text().partition(begin)
+        shown, _, after = rest.partition(end)
+        if request.config.getoption("--write-table"):
+            page.write_text(before + begin + table + end + after)
+        else:
+            assert shown == table, "--write-table writes what was seen"
+
+    return check
+
+
+@pytest.fixture
 def theirs(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
     """Give a file, a link, or a folder to another user; returns it. The file `mine` stays as it is."""
 

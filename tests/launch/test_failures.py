@@ -40,8 +40,6 @@ def start_slow_jobs(request):
 NO_VENV = NO_CONTAINER | {"HPCTRAIN_PYTHON_ENV": "/usr"}
 # Of the script on the first node, and of the ranks. tests/launch/test_options.py and tests/vision have more.
 BAD_INPUT = {
-    "unknown trainer": (["no_such_trainer"], {}, "'no_such_trainer'"),
-    "unknown module": (["check"], {"HPCTRAIN_MODULES": "apptainer/99"}, "module"),
     "no such environment": (["check"], NO_VENV, "HPCTRAIN_PYTHON_ENV=/usr "),
     "no torch without a container": (["check"], {"HPCTRAIN_RUNTIME": "none"}, "n1 has no torch"),
     "nothing to broadcast": (["--broadcast", "check"], NO_CONTAINER, "--broadcast"),

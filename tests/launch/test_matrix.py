@@ -41,7 +41,7 @@ MAIN_ROAD = {
 OTHER_LAUNCHER = {"train_ddp": "srun + PMI", "train_lightning": "torchrun", "train_horovod": "mpirun"}
 # jobs at a time, beside those of the other test process: the cores import torch most of the time
 IN_FLIGHT = 2
-BEGIN, END = "<!-- what tests/launch/test_matrix.py saw pass -->\n", "<!-- end -->\n"
+BEGIN = "<!-- what tests/launch/test_matrix.py saw pass -->\n"
 
 
 def script_of(launcher: str, runtime: str) -> list[str]:
@@ -134,7 +134,7 @@ def test_horovod_with_tensor_fusion(cell):
         assert (tensor - weights[1][name]).abs().max() <= 1e-6, name
 
 
-def test_the_table_of_the_readme_is_what_passed(cell, request):
+def test_the_table_of_the_readme_is_what_passed(cell, check_table):
     mark = {}
     for launcher, runtime, trainer in CELLS:
         try:
@@ -150,12 +150,4 @@ def test_the_table_of_the_readme_is_what_passed(cell, request):
             same = [r for r in RUNTIMES if mark[launcher, r, trainer] == (reference[trainer] or "none")]
             cells.append("all three" if len(same) == len(RUNTIMES) else ", ".join(same))
         lines.append(f"| `{trainer}` | {' | '.join(cells)} |")
-    table = "\n".join(lines) + "\n"
-    page = REPOSITORY / "docs/reference/testing.md"
-    text = page.read_text()
-    before, rest = text.split(BEGIN)
-    shown, after = rest.split(END)
-    if request.config.getoption("--write-table"):
-        page.write_text(before + BEGIN + table + END + after)
-    else:
-        assert shown == table, "pytest tests/launch/test_matrix.py --write-table writes what passed"
+    check_table(REPOSITORY / "docs/reference/testing.md", BEGIN, lines)

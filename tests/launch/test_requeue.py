@@ -56,10 +56,10 @@ control, told = Path(os.environ["HPCTRAIN_CONTROL"]), Path(f"told-{os.environ['H
 if case == "error" and restart:
     print(f"ValueError: of rank {rank}", flush=True) if rank == 2 else time.sleep(100)
     sys.exit(1)
-if restart and case != "again":
+if restart:
     print("went on", flush=True)
     sys.exit()
-if rank == 0 and case in ("killed", "again", "error", "usage", "ignores", "canceled"):
+if rank == 0 and case in ("killed", "error", "ignores", "canceled"):
     (control / "saved").write_text("--resume runs/x\\n")
 if name := {"handler": "SIGUSR1", "step": "SIGUSR1", "terminates": "SIGTERM"}.get(case):
     got = []
@@ -75,13 +75,9 @@ began = time.monotonic()
 if case == "late":
     time.sleep(65 if rank == 0 else 0)
     sys.exit()
-if case in ("killed", "again", "error", "unsaved"):
+if case in ("killed", "error"):
     time.sleep(1)
     os.kill(os.getpid(), 9) if rank == 3 else time.sleep(100)
-if case == "usage":
-    # As the trainers do: srun kills the remaining ranks when the first one fails.
-    time.sleep(2 if rank == 0 else 0)
-    sys.exit(2 if rank == 0 else 0)
 while not told.exists():
     if rank == 0 and (control / "stop").exists() and case not in ("ignores", "canceled"):
         if case != "status":
@@ -96,7 +92,6 @@ sys.exit(75 if case == "status" else 0)
 
 
 SAVED = "the ranks have saved a checkpoint and stopped: requeuing"
-CONTINUES = f"sbatch --nodes=2 --ntasks-per-node=2 {HOME}/{SCRIPT} program.py"
 LIMIT = ["--time=1", "--signal=B:USR1@20"]
 # options of sbatch, how the job ends, the number of its restarts, and what its log has
 MAIN_ROAD = pytest.mark.main_road("At its time limit, after a preemption and")
@@ -117,13 +112,9 @@ JOBS = {
     "ignores": (LIMIT, "COMPLETED", 1, r"killing them(.|\n)*after the request to stop: requeuing"),
     # It has time to save, and its image stays.
     "preempted": (["--nodelist=n3,n4"], "COMPLETED", 1, SAVED),
-    "unsaved": ([], "FAILED", 0, r"not requeued: exit status (137|143) "),
-    # an error that a restart does not correct
-    "usage": ([], "FAILED", 0, f"not requeued, .*{CONTINUES} usage --resume runs/x"),
     "killed": ([], "COMPLETED", 1, r"exit status (137|143) .* restart 1 of at most 10 \(HPCTRAIN_REQUEUES\)"),
     # srun ends with the status of the ranks that it kills then, which was taken for one of a lost node.
     "error": ([], "FAILED", 1, r"task 2 on n2 .* exit code 1.* ValueError: of rank 2\n.*not requeued: .* 1 "),
-    "again": ([], "FAILED", 1, r"not requeued: exit status (137|143) after 1 restart, HPCTRAIN_REQUEUES"),
     # srun kills the other ranks when the first one exits with 75, so its own status may be another.
     "status": ([], "COMPLETED", 1, r"(stopped|request to stop).*requeuing(.|\n)*(went on(.|\n)*){4}"),
     # A script with a handler of its own gets its signal, also that of sbatch --signal=USR1@300, without a B.
@@ -135,7 +126,6 @@ JOBS = {
     # A rank ends long after the others, as rank 0 of a script that evaluates or saves alone at the end.
     "late": ([], "COMPLETED", 0, ""),
 }
-REQUEUES = {"again": {"HPCTRAIN_REQUEUES": "1"}}
 
 
 def shown(cluster, number, field):
@@ -168,7 +158,7 @@ def numbers(cluster, request):
     numbers = {}
     for name in chosen:
         program = ["examples/requeue/train.py", "1000"] if name == "example" else ["program.py", name]
-        env = {} if name == "preempted" else NO_CONTAINER | REQUEUES.get(name, {})
+        env = {} if name == "preempted" else NO_CONTAINER
         env |= {"TZ": zone_with_clocks_back_in(3000)} if name == "clocks" else {}
         numbers[name] = cluster.submit(HERE, *JOBS[name][0], SCRIPT, *program, cwd=HOME, env=env)
 
@@ -216,7 +206,7 @@ def test_how_a_job_ends(cluster, numbers, name):
     count = restarts_of(cluster, ended.id)
     assert count == restarts or (name == "preempted" and count > restarts), output
     # one line says it
-    assert len(said(output)) == 1 or name not in ("limit", "unsaved", "usage", "killed"), output
+    assert len(said(output)) == 1 or name not in ("limit", "killed"), output
     assert "Bus error" not in output
     if name == "canceled":
         for node in ("n1", "n2"):
