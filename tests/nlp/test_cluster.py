@@ -90,13 +90,6 @@ def test_sample_training_and_predict_need_only_the_image(cluster):
     assert json.loads(done.stdout)["text"] == "김민수는 서울에 산다."
 
 
-def test_missing_model_on_a_node_without_internet_is_one_line_that_names_fetch(cluster):
-    ended, output = job(cluster, "nlp.classify", "--model", "beomi/kcbert-base")
-    errors = [line for line in output.splitlines() if "hpctrain: error" in line]
-    assert ended.state == "FAILED" and len(errors) == 1 and "Traceback" not in output, output
-    assert "hpctrain fetch beomi/kcbert-base DIR" in errors[0]
-
-
 def test_a_sharded_model_on_two_nodes(cluster):
     """FSDP: every node writes the parts of its ranks, and the model is whole."""
     ended, output = job(cluster, "nlp.classify", "--strategy", "fsdp", "--epochs", "1", "--out", "runs/fsdp")

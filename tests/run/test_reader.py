@@ -5,12 +5,10 @@ import os
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.files.plain import open_plain
 from hpctrain.run import reader
 from tests.helpers import make_run
 
@@ -87,11 +85,6 @@ def test_what_somebody_else_put_in_the_place_of_a_file_is_not_read_without_end(t
         with suppress(HpctrainError):
             read(folder)
     signal.alarm(0)
-
-
-def test_a_device_is_not_read():
-    with pytest.raises(OSError, match="not a plain file"):
-        open_plain(Path("/dev/zero"))
 
 
 def test_values_that_are_not_numbers_are_left_out(tmp_path):

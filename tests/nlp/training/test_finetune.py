@@ -201,19 +201,6 @@ def test_an_attempt_that_failed_leaves_no_model_to_the_next_one(trained, config,
 
 
 @pytest.mark.slow
-def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
-    """The rest of it is nothing."""
-    options = ["--epochs", 1, "--limit", 40, "--from-scratch", "tiny", "--checkpoint-every", 4]
-    run = train("classify", tmp_path / "run", *options, "--batch-size", 8)
-    (run / "checkpoints/epoch-0001.pt").unlink()
-    (run / "result.json").unlink()
-    with pytest.raises(
-        UsageError, match="is of a run with 5 steps in an epoch, and this one has 2: give the --data"
-    ):
-        train("classify", run, *options, "--resume", run, "--batch-size", 20, "--force")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "other"),
     [
