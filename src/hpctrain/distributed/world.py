@@ -46,6 +46,14 @@ class World:
         """How many ranks and nodes there are, such as "4 ranks on 2 nodes"."""
         return f"{counted(self.size, 'rank')} on {counted(self.nodes, 'node')}"
 
+    def refuse_several(self, command: str) -> None:
+        """Raise UsageError if a launcher has started several ranks of a command that runs in one process."""
+        if self.size > 1:
+            raise UsageError(
+                f"{command} runs in one process, but the launcher started {self.size}: "
+                "give --nodes=1 --ntasks-per-node=1, or srun --ntasks=1"
+            )
+
     def in_groups_of(self, number: int) -> "World":
         """This rank's place in its group of so many ranks. Raises UsageError if a rank is left over."""
         if self.size % number:

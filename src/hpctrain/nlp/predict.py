@@ -50,11 +50,7 @@ Write: TypeAlias = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 def main(world: World, arguments: list[str]) -> None:
-    if world.size > 1:
-        raise UsageError(
-            f"predict runs in one process, but the launcher started {world.size}: "
-            "give --nodes=1 --ntasks-per-node=1"
-        )
+    world.refuse_several("predict")
     args = parser().parse_args(arguments)
     if args.file and args.text:
         raise UsageError("TEXT and --file exclude each other: give only one")

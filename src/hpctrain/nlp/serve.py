@@ -26,7 +26,7 @@ from urllib.parse import parse_qs
 
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import ALONE, World, in_job
-from hpctrain.errors import HpctrainError, UsageError, explain_os_error, panics_as_errors
+from hpctrain.errors import HpctrainError, explain_os_error, panics_as_errors
 from hpctrain.files.trust import write_private
 from hpctrain.nlp.data.formats import SURROGATE
 from hpctrain.nlp.models.model_folder import describe_error
@@ -237,11 +237,7 @@ def parser() -> Parser:
 
 def main(world: World, arguments: list[str]) -> None:
     """Serve until a signal. Raises HpctrainError if the model cannot be loaded or the port cannot be used."""
-    if world.size > 1:
-        raise UsageError(
-            f"serve runs in one process, but the launcher started {world.size}: "
-            "give --nodes=1 --ntasks-per-node=1"
-        )
+    world.refuse_several("serve")
     args = parser().parse_args(arguments)
     Handler.model = Model(args)
     if args.host is None and args.port is None and in_job():

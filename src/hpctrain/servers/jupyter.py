@@ -20,7 +20,7 @@ from shutil import which
 from hpctrain.distributed.control import stop_requested
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, UsageError, explain_os_error
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files import atomic
 from hpctrain.parser import Parser
 from hpctrain.servers.tunnel import Tunnel
@@ -51,10 +51,7 @@ exec podman-hpc run --rm --userns=keep-id --network=host --ipc=host --env HOME \
 def main(world: World, arguments: list[str]) -> None:
     """Start the server and wait for its end, or write a kernel. Raises HpctrainError."""
     args = parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError(
-            "hpctrain jupyter: one server is enough: use launch/jupyter.sh, or one task (srun --ntasks=1)"
-        )
+    world.refuse_several("jupyter")
     if find_spec("jupyterlab") is None:
         raise HpctrainError("there is no JupyterLab here: run this in the image, or pip install jupyterlab")
     if args.kernel:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError
 from hpctrain.parser import Parser
 from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
 
@@ -23,10 +23,7 @@ Application = Callable[[dict[str, Any], Callable], Iterable[bytes]]
 def main(world: World, arguments: list[str]) -> None:
     """Show the runs until the job ends. Raises HpctrainError."""
     args = parser().parse_args(arguments)
-    if world.size > 1:
-        raise UsageError(
-            "hpctrain tensorboard: one server is enough: use launch/jupyter.sh, or one task (srun --ntasks=1)"
-        )
+    world.refuse_several("tensorboard")
     if not args.folder.is_dir():
         raise HpctrainError(
             f"{args.folder}: there is no such folder: name one with run folders in it, such as runs"
