@@ -75,14 +75,14 @@ def shell_messages(source: str) -> Iterator[str]:
 
 
 def messages() -> list[str]:
-    """Each message after the file that has it."""
-    found = [
-        (path.relative_to(REPOSITORY), " ".join(text.split()))
+    """Each message after the file that has it, of several files after the first."""
+    found = {
+        " ".join(text.split()): path.relative_to(REPOSITORY)
         for pattern, find in (("src/**/*.py", python_messages), ("launch/**/*.sh", shell_messages))
-        for path in REPOSITORY.glob(pattern)
+        for path in sorted(REPOSITORY.glob(pattern), reverse=True)
         for text in find(path.read_text())
-    ]
-    return [f"{path}: {text}\n" for path, text in sorted({*found}) if re.search("[a-z].* .*[a-z]", text)]
+    }
+    return sorted(f"{path}: {text}\n" for text, path in found.items() if re.search("[a-z].* .*[a-z]", text))
 
 
 def test_the_list_of_messages_is_up_to_date():
