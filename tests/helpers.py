@@ -1,6 +1,8 @@
 """What tests of several folders share beside fixtures: paths, small data sets, run folders, sockets."""
 
+import base64
 import gzip
+import hashlib
 import http.client
 import json
 import os
@@ -8,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -103,8 +106,9 @@ def write_fewer(source: Path, target: Path) -> None:
 
 def run_command(command: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; what it prints is text."""
-    options = {"timeout": 1800} | options  # as long as the build of an image takes on a busy machine
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+    # as long as the build of an image takes on a busy machine
+    options = {"timeout": 1800, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run([*map(str, command)], text=True, **options)
 
 
 def run_hpctrain(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -205,6 +209,26 @@ def wandb_records(path):
 
 def wandb_key(item):
     return item.key or "/".join(item.nested_key)
+
+
+def make_wheel(folder: Path, name: str, version: str, modules: dict[str, str], requires: str = "") -> str:
+    """Write a wheel with these modules; return its file name."""
+    info = f"{name}-{version}.dist-info"
+    needs = f"Requires-Dist: {requires}\n" if requires else ""
+    files = modules | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = ""
+    for path, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        record += f"{path},sha256={digest},{len(text)}\n"
+    files[f"{info}/RECORD"] = record
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, text in files.items():
+            archive.writestr(inside, text)
+    return path.name
 
 
 def ask_socket(path, target, **headers):

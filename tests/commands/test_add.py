@@ -1,12 +1,9 @@
 """hpctrain add: packages on top of the image, on every rank, and those that it refuses."""
 
-import base64
-import hashlib
 import re
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 from slurm_cluster import REPOSITORY
@@ -14,29 +11,9 @@ from slurm_cluster import REPOSITORY
 from hpctrain.commands import add
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
-from tests.helpers import run_command
+from tests.helpers import make_wheel, run_command
 
 HOME = "/home/alice/hpctrain"
-
-
-def wheel(folder: Path, name: str, version: str, modules: dict[str, str], requires: str = "") -> str:
-    """Write a wheel with these modules; return its file name."""
-    info = f"{name}-{version}.dist-info"
-    needs = f"Requires-Dist: {requires}\n" if requires else ""
-    files = modules | {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = ""
-    for path, text in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        record += f"{path},sha256={digest},{len(text)}\n"
-    files[f"{info}/RECORD"] = record
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for inside, text in files.items():
-            archive.writestr(inside, text)
-    return path.name
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +28,7 @@ def added(site):
         return site.exec("login", *command, user="alice", cwd="/project/alice", env=env, check=check)
 
     modules = {"extra/__init__.py": "name = 'extra 1'\n", "numpy.py": "raise SystemExit('the wrong numpy')\n"}
-    add("--no-index", f"./{wheel(folder, 'extra', '1.0', modules)}")
+    add("--no-index", f"./{make_wheel(folder, 'extra', '1.0', modules)}")
     return add
 
 
@@ -85,8 +62,8 @@ def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, p
 def test_packages_that_do_not_fit_the_image_are_refused(site, added):
     folder = site.host_path("/project/alice")
     before = sorted(folder.glob("packages/**/*"))
-    other = wheel(folder, "needy", "1.0", {"needy.py": ""}, "torch<2")
-    newer = wheel(folder, "extra", "2.0", {"extra/__init__.py": ""})
+    other = make_wheel(folder, "needy", "1.0", {"needy.py": ""}, "torch<2")
+    newer = make_wheel(folder, "extra", "2.0", {"extra/__init__.py": ""})
     for arguments, message in (
         (["--no-index", f"./{other}"], "the folder and the image are unchanged"),
         (["--no-index", f"./{newer}"], "the folder and the image are unchanged"),
@@ -116,7 +93,7 @@ def test_packages_in_a_folder_that_no_container_can_mount_are_refused(monkeypatc
 def test_an_index_comes_from_the_users_own_settings_alone(tmp_path, monkeypatch, capsys):
     """uv.toml and pyproject.toml of the current folder and its parents may be another user's."""
     (tmp_path / "index").mkdir()
-    wheel(tmp_path / "index", "extra", "1.0", {"extra.py": ""})
+    make_wheel(tmp_path / "index", "extra", "1.0", {"extra.py": ""})
     settings = f'no-index = true\nfind-links = ["{tmp_path}/index"]\n'
     here = tmp_path / "of another/here"
     here.mkdir(parents=True)
@@ -156,8 +133,10 @@ def test_a_package_that_cannot_be_imported_or_breaks_the_image_is_refused(site, 
     pip = [REPOSITORY / ".venv/bin/python", "-m", "pip", "download", "--quiet", "--no-deps"]
     pip += ["--dest", folder / "wheels"]
     subprocess.run([*pip, "torchaudio==2.11.0"], check=True)
-    ends = wheel(folder, "ends", "1.0", {"ends.py": "import os\nos._exit(3)\n"})
-    breaks = wheel(folder, "breaks", "1.0", {"breaks.py": "import sys\nsys.modules['lightning'] = None\n"})
+    ends = make_wheel(folder, "ends", "1.0", {"ends.py": "import os\nos._exit(3)\n"})
+    breaks = make_wheel(
+        folder, "breaks", "1.0", {"breaks.py": "import sys\nsys.modules['lightning'] = None\n"}
+    )
     before = sorted(folder.glob("packages/**/*"))
     for arguments, message in (
         (
@@ -239,7 +218,7 @@ def test_an_invalid_folder_of_packages_ends_the_job_with_one_line(site, env, mes
     packages = site.host_path("/project/broken/python3.11-torch2.13.0+cpu/lib/python3.11/site-packages")
     packages.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(
-        packages / wheel(packages, "broken", "1.0", {"broken.py": "raise RuntimeError('no GPU')\n"})
+        packages / make_wheel(packages, "broken", "1.0", {"broken.py": "raise RuntimeError('no GPU')\n"})
     ) as archive:
         archive.extractall(packages)
     job = site.submit(

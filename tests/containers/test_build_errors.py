@@ -15,13 +15,14 @@ import signal
 import ssl
 import subprocess
 import threading
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from slurm_cluster import REPOSITORY
+
+from tests.helpers import make_wheel, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -42,17 +43,8 @@ PYTHON = "/usr/bin/python3.11" if Path("/usr/bin/python3.11").exists() else "pyt
 
 def wheel(folder: Path, name: str) -> str:
     """Make version 1.0 of a package of PACKAGES in `folder`; return its line for a lock file."""
-    info = f"{name}-1.0.dist-info"
-    files = PACKAGES[name] | {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
     folder.mkdir(parents=True)
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(file, text)
+    path = folder / make_wheel(folder, name, "1.0", PACKAGES[name])
     return f"{name}==1.0 --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
 
 
@@ -150,15 +142,7 @@ def run(
     *command: str | Path, env: dict[str, str] = ENV, cwd: Path = REPOSITORY
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with stdout and stderr in one stream, as on a screen."""
-    return subprocess.run(
-        command,
-        env=env,
-        cwd=cwd,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    return run_command(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY
 
+from tests.helpers import run_command
+
 NOBODY = [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 # What a script needs of the system, without the tools that build images.
 TOOLS = [
@@ -60,16 +62,10 @@ def path(public: Path) -> Path:
 
 
 def run(project: Path, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=project,
-        # make sets some for another make in it, which then prints more lines
-        env={k: v for k, v in os.environ.items() if not k.startswith("MAKE")} | variables,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    # make sets some for another make in it, which then prints more lines
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")} | variables
+    streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    return run_command(command, cwd=project, env=env, **streams)
 
 
 def test_a_venv_of_the_user_stays(project):
