@@ -25,7 +25,7 @@ HOST_PACKAGES = curl python3 $(if $(APPTAINER),mmdebstrap) \
 
 BEGAN := $(shell date +%s)
 
-.PHONY: help docs demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak mutants .room .no-apptainer .prefix \
+.PHONY: help address docs demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak mutants .room .no-apptainer .prefix \
     .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check audit clean
 .DELETE_ON_ERROR:
 
@@ -74,6 +74,10 @@ soak: venv sif cluster  ## train for MINUTES=20 with a random fault each minute;
 
 mutants: venv .test-tools  ## make mistakes, one at a time, and see whether tests notice; ONLY=run/best.py; takes half an hour
 	.venv/bin/python tests/tools/mutants.py $(if $(ONLY),--only '$(ONLY)')
+
+address:  ## write URL=https://..., the address of this repository, into the pages
+	@[ -n "$(URL)" ] || { echo "make address: give URL=https://..." >&2; exit 2; }
+	git grep -lF https://example.org/hpctrain -- ':!Makefile' | xargs sed -i 's#https://example.org/hpctrain#$(URL)#g'
 
 lint: venv  ## run ruff, mypy, shellcheck and the other checks of source files
 	.venv/bin/python -m pytest -q tests/test_lint.py tests/test_options.py

@@ -87,9 +87,9 @@ if [[ ! -e $root ]]; then
     # the project: a user's own ones below them, such as runs, are for nobody else.
     (
         cd "$source_folder"
-        paths=(launch examples notebooks docs README.md CONTRIBUTING.md CHANGELOG.md LICENSE cluster/README.md
-            tests/scripts/tutorials tests/tools/faults.md benchmarks src/hpctrain/vision
-            src/hpctrain/files/secret_names.txt)
+        paths=(launch examples notebooks docs README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE
+            cluster/README.md tests/scripts/tutorials tests/tools/faults.md benchmarks
+            src/hpctrain/vision src/hpctrain/files/secret_names.txt)
         # root installs from somebody else's clone, too
         {
             git -c safe.directory='*' ls-files -z --error-unmatch "${paths[@]}" 2>/dev/null ||

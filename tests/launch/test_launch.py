@@ -335,7 +335,7 @@ def test_gpus_that_slurm_granted_and_the_container_does_not_show(in_background):
             "pytorch",
             "no-such",
             ["runtime none", "module load no-such"],
-            marks=pytest.mark.main_road("| `modules_ddp.sh` |"),
+            marks=pytest.mark.main_road("| `modules_ddp.sh` |", "export HPCTRAIN_MODULES=pytorch"),
         ),
         # with a stand-in, because conda is not available here
         (
