@@ -96,6 +96,18 @@ def test_shell_scripts_have_110_columns():
     assert not wide, "\n".join(wide)
 
 
+def test_functions_of_the_launch_scripts_return_a_number():
+    """In a trap, `return` without one returns the status of what ran before the trap."""
+    bare = [
+        f"{name}:{number}"
+        for name in SHELL
+        if name.startswith("launch/lib/")
+        for number, line in enumerate(TEXTS[name].splitlines(), 1)
+        if re.match(r"[^#]*\breturn *($|;|#|\})", line)
+    ]
+    assert not bare, bare
+
+
 @pytest.mark.slow  # half a minute of processor time
 def test_shellcheck():
     assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib/main.sh" in SHELL and len(LAUNCH_SCRIPTS) == 12

@@ -66,7 +66,7 @@ hash_and_record() {
     reader=$!
     while read -r -t 0.5 -u 9 digest _ || (($? > 128)); do # above 128: nothing yet
         [[ -z $digest ]] || break
-        is_alive "$owner" || { kill "$reader" && return; }
+        is_alive "$owner" || { kill "$reader" && return 0; }
     done
     digest=sha256:${digest#\\} # which sha256sum prints where the name of the file has one
     # Not if the SIF could not be read, or was replaced since find_digest.

@@ -186,7 +186,7 @@ broadcast_sif() {
     if sbcast --compress=none "$SIF" "$SIF_COPY"; then
         # With spare nodes other ranks may need it, after these have ended.
         ((SPARE_NODES)) || export HPCTRAIN_SIF_COPY=$SIF_COPY
-        return
+        return 0
     fi
     say "warning: sbcast could not copy $SIF to $SIF_COPY on every node, so they read $SIF itself" >&2
     remove_sif_copies || true

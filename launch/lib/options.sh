@@ -213,7 +213,7 @@ program_alone() {
         word=${ARGUMENTS[index]}
         [[ $word == *.py || ($word == -m && -n ${ARGUMENTS[index + 1]:-}) ]] || continue
         echo "launch/$SCRIPT$(printf ' %q' "${ARGUMENTS[@]:index}")"
-        return
+        return 0
     done
     echo "launch/$SCRIPT SCRIPT.py"
 }

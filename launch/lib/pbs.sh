@@ -104,7 +104,7 @@ continue_in_another_job() {
         number=${said##*$'\n'} said=''
         if [[ $STOPPING != TERM ]] || ! qdel "$number"; then # it was deleted meanwhile
             say "$1: job $number continues the run"
-            return
+            return 0
         fi
     fi
     [[ $STOPPING != TERM ]] || unless='unless qstat shows that it goes on, ' # qrerun sends it, too

@@ -65,7 +65,7 @@ read_own_script() {
 seconds_to_notice() {
     local end
     end=$(job_field EndTime)
-    [[ -n $end ]] && end=$(date -d "$end" +%s 2>/dev/null) || return
+    [[ -n $end ]] && end=$(date -d "$end" +%s 2>/dev/null) || return 1
     echo $((end - SHELL_ENDS - NOTICE - $(date +%s)))
 }
 
@@ -73,7 +73,7 @@ seconds_to_notice() {
 start_timer() {
     local left
     # Not by a signal, because bash 5.2 fails on one that comes while it reads $( of a file.
-    left=$("$1") && ((left <= 0)) && EARLY_STOP=1 && return
+    left=$("$1") && ((left <= 0)) && EARLY_STOP=1 && return 0
     (
         trap 'kill $!; exit' TERM
         while left=$("$1") || left=60; ((left > 0)); do # without a time limit, or an answer
@@ -376,13 +376,13 @@ decide() {
     elif would_fail_again; then
         [[ -z $resumable ]] ||
             say "not requeued, because a restart does not correct this error: $(how_to_resume "$option")"
-        return
+        return 0
     elif is_preempted; then
         why='the job is preempted'
     elif ! may_get_further; then
         say "not requeued: exit status $status before this attempt has saved a" \
             "checkpoint${resumable:+: $(how_to_resume "$option")}"
-        return
+        return 0
     elif [[ -n $STOPPING ]] && has_file saved; then
         why="exit status $status after the request to stop"
     elif ((restarts < HPCTRAIN_REQUEUES)); then
@@ -392,7 +392,7 @@ decide() {
     else
         say "not requeued: exit status $status after $(counted "$restarts" restart)," \
             "HPCTRAIN_REQUEUES allows no more: $(how_to_resume "$option")"
-        return
+        return 0
     fi
     requeue "$why" "$restarts" "$option" "$later" "$node"
 }
@@ -481,7 +481,7 @@ nodes_left() {
     local host
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         scontrol show hostnames "$(job_field NodeList)" 2>/dev/null
-        return
+        return 0
     fi
     for host in "${HOSTS[@]}"; do
         pbsnodes "$host" 2>/dev/null | grep -q '^ *state = .*down' || echo "$host"

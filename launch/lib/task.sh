@@ -99,7 +99,7 @@ shield_from_term() {
     ASKED=1
     # What has it open keeps it. A job that Slurm ends can start nothing that would remove it.
     [[ -z ${HPCTRAIN_SIF_COPY:-} ]] || rm -f "$HPCTRAIN_SIF_COPY"
-    [[ -n ${SLURM_JOB_ID:-} ]] || { pass_on_term && return; } # mpirun of PBS sends it
+    [[ -n ${SLURM_JOB_ID:-} ]] || { pass_on_term && return 0; } # mpirun of PBS sends it
     has_control || return 0
     if [[ $(job_field State) == RUNNING && $(job_field PreemptTime) != @* ]]; then
         pass_on_term

@@ -48,7 +48,7 @@ def conclude(slurm, tmp_path):
         script = (
             f"source {QUOTED}/lib/main.sh; {facts} GPUS=4 {assignments}; trap clean_up EXIT; exit {status}"
         )
-        return bash(f"set -eu; {script}", slurm | restarts | (env or {}))
+        return bash(f"set -euo pipefail; {script}", slurm | restarts | (env or {}))
 
     return end
 
@@ -83,6 +83,14 @@ def test_whether_a_job_is_requeued(conclude, status, files, requeues, fields, en
     done = conclude(status, files, requeues, **fields)
     assert done.returncode == ends_with and ("requeue 7\n" in done.stdout) == requeued, done
     assert names in done.stdout, done
+
+
+@pytest.mark.parametrize("status", [0, 1, 137])
+def test_the_nodes_are_cleaned_however_the_job_has_ended(conclude, tmp_path, status):
+    """In a trap, `return` without a number has the status before the trap: after a failure no step ran."""
+    put(tmp_path, srun=f"touch {tmp_path}/stepped", scontrol="echo n1")
+    done = conclude(status, assignments="SCRIPT=x JOB=7; clean() { on_every_node true; }; CLEAN_UP=(clean)")
+    assert done.returncode == status and (tmp_path / "stepped").exists(), done
 
 
 CHECKPOINT = "checkpoints/epoch-0001.pt"
