@@ -1,13 +1,16 @@
 #!/bin/bash
-# Run JupyterLab from the image on a compute node, or TensorBoard, or the page of a fine-tuned model, for you
-# alone. The log says how to connect: one ssh command, and the file with the token.
+# Run JupyterLab from the image on a compute node, or TensorBoard, the page of a fine-tuned model, an editor,
+# or any web server, for you alone. The log says how to connect: one ssh command, and the file with the token.
 #
 # usage: sbatch [SBATCH OPTION]... launch/jupyter.sh [OPTION]... [tensorboard FOLDER | serve FOLDER]
+#        sbatch [SBATCH OPTION]... launch/jupyter.sh [OPTION]... code | -- COMMAND...
 #
 #   sbatch launch/jupyter.sh                                    a node for two hours
 #   sbatch --gpus-per-node=4 --time=04:00:00 launch/jupyter.sh  with GPUs
 #   sbatch launch/jupyter.sh tensorboard runs                   TensorBoard of all run folders
 #   sbatch launch/jupyter.sh serve runs/names                   the page of a model
+#   sbatch launch/jupyter.sh code                               VS Code: your own code-server
+#   sbatch launch/jupyter.sh -- vllm serve MODEL --uds {socket} a program that listens on {socket} or {port}
 #   salloc --nodes=1 --ntasks-per-node=1, then launch/jupyter.sh
 #   qsub launch/jupyter.sh                                      in a PBS job; arguments as for pbs_ddp.sh
 #
@@ -41,9 +44,16 @@ source "$_main"
 
 parse_options jupyter.sh "$@"
 ((${#ARGUMENTS[@]})) || ARGUMENTS=(jupyter)
-[[ ${ARGUMENTS[0]} == @(jupyter|tensorboard|serve) ]] ||
-    die "${ARGUMENTS[0]}: this script starts only JupyterLab (no argument), tensorboard FOLDER" \
-        "or serve FOLDER: use another one for training"
+case ${ARGUMENTS[0]} in
+jupyter | tensorboard | serve) ;;
+code) ARGUMENTS=(proxy "${ARGUMENTS[@]}") ;;
+--) ARGUMENTS=(proxy "${ARGUMENTS[@]:1}") ;;
+*)
+    die "${ARGUMENTS[0]}: this script starts only JupyterLab (no argument), tensorboard FOLDER," \
+        "serve FOLDER, code, or a server after --: use another one for training"
+    ;;
+esac
+[[ -z ${OPTION[port]:-} ]] || export HPCTRAIN_NODE_PORT=1
 read_job
 use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
 set_program

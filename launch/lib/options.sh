@@ -29,6 +29,10 @@ OPTIONS=(
     'keep N nodes of the job idle. When another node fails, the job goes on at once with one of them.
     Submit with sbatch --no-kill and N more --nodes'
 
+    --port jupyter.sh
+    'listen on a port of the node as well, for sites that close ssh to the nodes, and for PuTTY. Other users
+    of the cluster reach it; they lack the token.'
+
     --help '*'
     'print this text'
 )
@@ -81,6 +85,9 @@ SETTINGS=(
     HPCTRAIN_INTERFACE apptainer_horovod.sh
     "for horovodrun: the network interface (default: that of the first node's address)"
 
+    HPCTRAIN_LOGIN_HOST jupyter.sh
+    'the name by which your own machine knows the login node, for the command in the log'
+
     HPCTRAIN_TASKS local.sh
     'the number of ranks (default: one per GPU, or one)'
 
@@ -105,7 +112,7 @@ SETTINGS=(
 parse_options() {
     SCRIPT=$1
     shift
-    while [[ ${1:-} == -* && $1 != -m ]]; do
+    while [[ ${1:-} == -* && $1 != -m && ! ($1 == -- && $SCRIPT == jupyter.sh) ]]; do
         [[ $1 != -h && $1 != --help ]] || { usage && exit; }
         parse_option "$1"
         OPTIONS_GIVEN+=("$1")

@@ -77,6 +77,7 @@ COMMANDS = {
         "run TensorBoard on a compute node, for you alone",
     ),
     "jupyter": ("hpctrain.servers.jupyter", "use", "run JupyterLab on a compute node, for you alone"),
+    "proxy": ("hpctrain.servers.proxy", "use", "run any web server on a compute node, for you alone"),
     "add": ("hpctrain.commands.add", "use", "install Python packages into a folder, on top of the image"),
     "completion": ("hpctrain.commands.completion", "use", "print shell completion for bash or zsh"),
     "check": (

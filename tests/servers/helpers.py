@@ -16,13 +16,13 @@ print(connection.getresponse().status)
 """
 
 
-def words_of_the_log(cluster, log, says):
+def words_of_the_log(cluster, log, says, how=r"ssh -N -L 8888:(\S+/socket) -J alice@login alice@(n\d)"):
     """The ssh command of a job's log, its socket and its node, when the log says this."""
     deadline = time.monotonic() + 300
     while says not in (text := log.read_text() if log.exists() else ""):
         assert time.monotonic() < deadline and "error" not in text, text
         time.sleep(1)
-    command = re.search(r"ssh -N -L 8888:(\S+/socket) -J alice@login alice@(n\d)", text)
+    command = re.search(how, text)
     return text, command[0], command[1], command[2]
 
 

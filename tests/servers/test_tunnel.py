@@ -1,6 +1,8 @@
 """The token of a server, its folder, and the lines of the log."""
 
 import os
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,34 @@ def test_the_lines_of_the_log():
     assert "http://localhost:8888/lab " in lines and lines.endswith(" /home/a/token")
     assert " -J a@login2 " in tunnel.how_to_connect(*paths, env={"USER": "a", "PBS_O_HOST": "login2"})
     assert " -J " not in tunnel.how_to_connect(*paths, env={"USER": "a"})
+    job = {"USER": "a", "SLURM_SUBMIT_HOST": "glogin01", "HPCTRAIN_LOGIN_HOST": "neuron.ksc.re.kr"}
+    assert " -J a@neuron.ksc.re.kr " in tunnel.how_to_connect(*paths, env=job)
+    node = os.uname().nodename
+    lines = tunnel.how_to_connect(*paths, env=job, port=4711)
+    assert f"\n    ssh -N -L 8888:{node}:4711 a@neuron.ksc.re.kr\n" in lines and "login node by" not in lines
+
+
+def test_the_command_is_in_a_file_for_putty(tmp_path, monkeypatch, capsys):
+    """Beside the token, as users of Neuron know it from the scripts of its tutorials."""
+    monkeypatch.setenv("HPCTRAIN_NODE_PORT", "1")
+    monkeypatch.setenv("HPCTRAIN_LOGIN_HOST", "login.example.org")
+    with tunnel.Tunnel("jupyter", tmp_path / "out") as own, socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(own.socket))
+        server.listen()
+        own.print_how_to_connect("JupyterLab")
+        path = tmp_path / "out/port_forwarding_command"
+        ssh, *putty = path.read_text().splitlines()
+        assert f"    {ssh}\n" in capsys.readouterr().out and path.stat().st_mode & 0o777 == 0o600
+        found = re.fullmatch(r"ssh -N -L (8888:\S+:(\d+)) \w+@login.example.org", ssh)
+        assert all(line.startswith("#") for line in putty) and f"plink -N -L {found[1]} " in putty[-1]
+        with socket.create_connection(("127.0.0.1", int(found[2]))) as client:
+            client.sendall(b"question")
+            through, _ = server.accept()
+            assert through.recv(100) == b"question"
+            through.sendall(b"answer")
+            through.close()
+            assert client.recv(100) == b"answer" and client.recv(100) == b""
+    assert not (tmp_path / "out").exists()
 
 
 def test_only_a_folder_of_its_own_is_removed_at_the_end(tmp_path):

@@ -4,16 +4,22 @@ A server listens on a Unix socket in a folder that only its user can enter, not 
 the cluster can reach. ssh forwards the socket to a port of the user's machine, which other users of that
 machine can reach, so each server has a new token, too. The token is in a file that only the user can read:
 everybody on the node can read command lines, and perhaps the log.
+
+Where a site closes ssh to its nodes, launch/jupyter.sh --port opens a port of the node as well, which ssh
+reaches through the login node. Other users of the cluster reach it, too; they lack the token.
 """
 
+import asyncio
 import hashlib
 import hmac
 import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,6 +47,8 @@ input, button { font: inherit; box-sizing: border-box; width: 100%; padding: .4r
 <p>Here the token is missing or not of this server. Paste it from the file that the log names.
 <form action="/"><input type="password" name="token" aria-label="Token" autofocus><button>Open</button></form>
 """
+
+COMMAND_FILE = "port_forwarding_command"
 
 
 class Tunnel:
@@ -76,13 +84,16 @@ class Tunnel:
     ) -> None:
         shutil.rmtree(self.private, ignore_errors=True)
         self.token_file.unlink(missing_ok=True)
+        self.token_file.with_name(COMMAND_FILE).unlink(missing_ok=True)
         if self._is_new:
             with suppress(OSError):  # the user may have put something there
                 self.token_file.parent.rmdir()
 
     def print_how_to_connect(self, title: str, path: str = "/") -> None:
-        """Print the lines for the log of the job."""
-        print(how_to_connect(title, self.socket, self.token_file, path), flush=True)
+        """Print the lines for the log of the job, and write the command into a file beside the token."""
+        port = open_port(self.socket) if os.environ.get("HPCTRAIN_NODE_PORT") == "1" else None
+        write_private(self.token_file.with_name(COMMAND_FILE), "\n".join(commands(self.socket, port)) + "\n")
+        print(how_to_connect(title, self.socket, self.token_file, path, port=port), flush=True)
 
     def wait(self) -> None:
         """Wait for SIGTERM, Ctrl-C, or the end of the job, while threads of this process answer requests."""
@@ -115,18 +126,79 @@ def folder_that_ssh_sees(mounts: str | None = None) -> Path:
 
 
 def how_to_connect(
-    title: str, socket: Path, token_file: Path, path: str = "/", env: Mapping[str, str] = os.environ
+    title: str,
+    socket: Path,
+    token_file: Path,
+    path: str = "/",
+    env: Mapping[str, str] = os.environ,
+    port: int | None = None,
 ) -> str:
     """The lines for the log: one command to paste, and what to open."""
-    user, node = env.get("USER") or str(os.getuid()), os.uname().nodename
-    login = env.get("SLURM_SUBMIT_HOST") or env.get("PBS_O_HOST")
-    jump = f" -J {user}@{login}" if login and login != node else ""
+    # the name by which other machines know the login node, from the file of the site
+    advice = "" if env.get("HPCTRAIN_LOGIN_HOST") else " (with the name that it knows the login node by)"
     return (
-        f"hpctrain: {title} starts on {node}. "
-        "On your own machine (with the name that it knows the login node by):\n"
-        f"    ssh -N -L 8888:{socket}{jump} {user}@{node}\n"
+        f"hpctrain: {title} starts on {os.uname().nodename}. On your own machine{advice}:\n"
+        f"    {commands(socket, port, env)[0]}\n"
         f"Then open http://localhost:8888{path} and give the token in {token_file}"
     )
+
+
+def commands(socket: Path, port: int | None, env: Mapping[str, str] = os.environ) -> list[str]:
+    """The lines of the file port_forwarding_command: the ssh command, and what to give PuTTY."""
+    user, node = env.get("USER") or str(os.getuid()), os.uname().nodename
+    login = env.get("HPCTRAIN_LOGIN_HOST") or env.get("SLURM_SUBMIT_HOST") or env.get("PBS_O_HOST") or node
+    if port is None:
+        jump = f" -J {user}@{login}" if login != node else ""
+        lines = [f"ssh -N -L 8888:{socket}{jump} {user}@{node}"]
+        return [*lines, "# PuTTY reaches no sockets: submit with launch/jupyter.sh --port"]
+    return [
+        f"ssh -N -L 8888:{node}:{port} {user}@{login}",
+        f"# PuTTY: Connection, SSH, Tunnels: source port 8888, destination {node}:{port}; or",
+        f"# plink -N -L 8888:{node}:{port} {user}@{login}",
+    ]
+
+
+def open_port(path: Path) -> int:
+    """Let a thread pass the connections to a port of this node on to the socket; returns the port."""
+    server = socket.create_server(("", 0))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            await pass_on(reader, writer, str(path))
+        writer.close()
+
+    async def serve() -> None:
+        await (await asyncio.start_server(answer, sock=server)).serve_forever()
+
+    threading.Thread(target=asyncio.run, args=[serve()], daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+async def pass_on(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str | int, head: bytes = b""
+) -> None:
+    """Pass a connection on to a socket, or a port of this node, in both directions, until one side ends it.
+
+    `head`: what has been read of it already.
+    """
+    if isinstance(address, str):
+        answers, requests = await asyncio.open_unix_connection(address)
+    else:
+        answers, requests = await asyncio.open_connection("127.0.0.1", address)
+
+    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(2**16):
+                sink.write(data)
+                await sink.drain()
+        with suppress(OSError):
+            sink.write_eof()
+
+    requests.write(head)
+    try:
+        await asyncio.gather(copy(reader, requests), copy(answers, writer))
+    finally:
+        requests.close()
 
 
 def cookie_for(target: str, token: str) -> str:
