@@ -3,6 +3,9 @@
 #
 #   source launch/site.sh perlmutter     those of launch/sites/perlmutter.env
 #   source launch/site.sh                those of the site that is detected, or of generic.env
+#   launch/site.sh --new NAME            write launch/sites/NAME.env from what this login node shows
+#   launch/site.sh --new NAME --probe [OPTION OF sbatch OR qsub]...
+#                                        and from what a compute node shows, in a job of a minute
 #
 # Variables that you have set always win; set one to an empty value to disable it (export NCCL_NET=).
 # HPCTRAIN_ROOT is set as well, so jobs can be submitted from anywhere.
@@ -17,6 +20,11 @@ case ${1:-} in
     sed -n '2,/^[^#]/{/^# shellcheck/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]:-$0}"
     [ "${BASH_SOURCE[0]:-}" != "$0" ] || exit 0
     return 0
+    ;;
+--new)
+    if bash "$(dirname "${BASH_SOURCE[0]:-$0}")/lib/new_site.sh" "${@:2}"; then set -- 0; else set -- 2; fi
+    [ "${BASH_SOURCE[0]:-}" != "$0" ] || exit "$1"
+    return "$1"
     ;;
 esac
 # Started as a program it would set the variables of a shell that ends at once. zsh has no BASH_SOURCE.

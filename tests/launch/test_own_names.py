@@ -12,12 +12,13 @@ LIBRARY = REPOSITORY / "launch/lib"
 FILE = LIBRARY / "environment.sh"
 LIST = re.compile(r"OWN_NAMES='[^']*'")
 NOT_OURS = {"IFS", "REPLY", "OWN_NAMES", "VARIABLE", "KEY", "FLAVOR", "MPI"}  # the last four are in messages
+PROGRAMS = {"new_site.sh", "collect.sh"}  # which start no ranks
 PREFIXES = ("APPTAINER_", "HPCTRAIN_", "SLURM_", "PBS_")
 
 
 def own_names() -> list[str]:
     """The names in capitals that the functions assign and never export."""
-    text = "".join(path.read_text() for path in LIBRARY.rglob("*.sh"))
+    text = "".join(path.read_text() for path in LIBRARY.rglob("*.sh") if path.name not in PROGRAMS)
     text = re.sub(r"^ *#.*$", "", text, flags=re.M)
     assigned = set(re.findall(r"(?:^|(?<=[ ;(]))([A-Z][A-Z_]*)\+?=", text, re.M))
     assigned |= set(re.findall(r"mapfile -t ([A-Z_]+)", text))
