@@ -7,6 +7,7 @@
 #   sbatch launch/check.sh                                          check with apptainer_ddp.sh, and no more
 #   sbatch launch/check.sh apptainer_mpi.sh --mpi=pmix              check with another script and its options
 #   sbatch launch/check.sh apptainer_ddp.sh train_ddp --epochs 90   check, then train in the same job
+#   launch/check.sh --collect FOLDER [FILE]...                      copy the host's NCCL plugin for the image
 #
 # Options are those of SCRIPT, by default of apptainer_ddp.sh: its own are listed here.
 #
@@ -34,6 +35,7 @@ done
 # shellcheck source=/dev/null
 source "$_main"
 
+[[ ${1:-} != --collect ]] || exec "$ROOT/launch/lib/collect.sh" "${@:2}"
 # shellcheck disable=SC2034 # SCRIPT is read by usage
 [[ ${1:-} != --help && ${1:-} != -h ]] || { SCRIPT=apptainer_ddp.sh && usage && exit; }
 script=$ROOT/launch/apptainer_ddp.sh
