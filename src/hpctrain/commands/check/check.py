@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.commands import add
+from hpctrain.commands.check.gpu_faults import gpu_faults, watch_xids
 from hpctrain.commands.check.mpi import mpi_problems
 from hpctrain.commands.check.nccl import Fabric, capture_nccl_log, compare_with_log, read_fabric
 from hpctrain.commands.check.node import (
@@ -99,6 +100,7 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
         refused = warnings if world.nodes > 1 else fabric.failures
         warnings = [text for text in warnings if text not in refused]
         problems += [f"NCCL between nodes: {text}" for text in refused]
+    problems += gpu_faults(device)
     reports = gather(world, rank_report(world, device, fabric, warnings))
     hosts = [report["host"] for report in reports]
     if world.rank == 0:
@@ -111,7 +113,7 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
     ranks, nodes = counted(world.size, "rank"), counted(len(set(hosts)), "host")
     passed = [f"check passed: {ranks} on {nodes} ({world.launcher})"]
     if world.size > 1:
-        with capture_nccl_log() as logged_network:
+        with capture_nccl_log() as logged_network, watch_xids(device) as xids:
             group = dist.new_group(backend="nccl") if device.type == "cuda" else None
             problems = [
                 *ring_problems(world, device, group, hosts),
@@ -120,6 +122,7 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
             logged = logged_network()  # "" if NCCL is not used
             if world.nodes > 1:
                 problems += compare_with_log(fabric, logged)
+            problems += xids()
             end_on_problems(world, hosts, problems)
             seconds = time_all_reduce(device, group)
         passed.append(
