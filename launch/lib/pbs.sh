@@ -135,7 +135,7 @@ export_for_next_job() {
         [[ $value == *"$PBS_JOBID"* ]] || is_one_of "$name" "${OF_ONE_JOB[@]}" ||
             printf 'export %s=%q\n' "$name" "$value"
     done
-    echo "export HPCTRAIN_RESTARTS=$(($1 + 1))"
+    echo "export HPCTRAIN_RESTARTS=$(($1 + 1)) $(job_of_trainers)"
 }
 
 # set_qsub_options: fill QSUB_OPTIONS with those of a job like this one. Fails where PBS does not tell.

@@ -488,6 +488,19 @@ nodes_left() {
     done
 }
 
+# own_id: print the number that the run folders of this job have in their names
+own_id() {
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then job_id; else echo "${PBS_JOBID:-}"; fi
+}
+
+# job_of_trainers: print the variable by which another job goes on with the Trainers of this one that have a
+# run folder although their script has none: see JobFolder in src/hpctrain/lightning.py
+job_of_trainers() {
+    local id
+    id=${HPCTRAIN_CONTINUES:-$(own_id)}
+    ! compgen -G "runs/trainer*/$id/attempt.json" >/dev/null || printf 'HPCTRAIN_CONTINUES=%q ' "$id"
+}
+
 # find_earlier_checkpoint: print the option that resumes the run, if an earlier attempt of this job has saved
 # a checkpoint: in the folder of --resume or --out, or in the default one. Otherwise fails.
 find_earlier_checkpoint() {
@@ -500,10 +513,10 @@ find_earlier_checkpoint() {
         [[ $word != *.yaml ]] || folders+=("runs/${word%.yaml}") # of a sweep
     done
     printf -v trial 'trial-%03d' "$((10#${SLURM_ARRAY_TASK_ID:-0}))"
-    if [[ -n ${SLURM_JOB_ID:-} ]]; then id=$(job_id); else id=${PBS_JOBID:-}; fi
-    for folder in "${folders[@]}" runs/*/"$id" runs/*-"$id"; do
+    id=$(own_id)
+    for folder in "${folders[@]}" runs/*/"$id" runs/*-"$id" runs/trainer*/"${HPCTRAIN_CONTINUES:-$id}"; do
         if ls -d -- "$folder"/checkpoints/epoch-* >/dev/null 2>&1; then
-            printf -- '--resume %q\n' "$folder"
+            [[ -e $folder/attempt.json ]] || printf -- '--resume %q\n' "$folder"
         # Trials, and the Trainer of transformers, which resume without an option
         elif ! ls -d -- "$folder/$trial"/checkpoints/epoch-* >/dev/null 2>&1 &&
             ! ls -d -- "$folder"/checkpoint-* >/dev/null 2>&1; then
@@ -523,16 +536,19 @@ words_to_resume() {
 
 # how_to_resume OPTION: print the command that continues the run in another job, with as many ranks
 how_to_resume() {
-    local words spare=${OPTION[spare-nodes]:-0} per_node=--gpus-per-node=
+    local words trainers spare=${OPTION[spare-nodes]:-0} per_node=--gpus-per-node=
     words=$(words_to_resume "$1" | hide_secrets)
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         [[ ! -v SBATCH_GRES ]] || per_node=--gres=gpu: # sbatch would grant what both say
         ((GPUS == 0)) || words="$per_node$GPUS $words"
         ((THREADS == 1)) || words="--cpus-per-task=$THREADS $words"
         ((spare == 0)) || words="--no-kill $words"
-        echo "continue with sbatch --nodes=$((NODES + spare)) --ntasks-per-node=$TASKS $words"
+        words="--nodes=$((NODES + spare)) --ntasks-per-node=$TASKS $words"
+        echo "continue with $(job_of_trainers)sbatch $words"
     else
         set_qsub_options || true
+        trainers=$(job_of_trainers)
+        words="${trainers:+env $trainers}$words"
         echo "continue with echo ${words@Q} |$(printf ' %q' qsub "${QSUB_OPTIONS[@]}")"
     fi
 }

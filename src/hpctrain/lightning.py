@@ -9,18 +9,18 @@ never stopped, bit for bit.
 import math
 import os
 import signal
+import sys
+import tempfile
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
-from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,15 +28,37 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.entry import print_errors_in_one_line
-from hpctrain.distributed.rendezvous import all_or_none, broadcast, main_address
-from hpctrain.distributed.world import World, detect
-from hpctrain.errors import UsageError
+from hpctrain.distributed.rendezvous import all_or_none, broadcast, gather, main_address
+from hpctrain.distributed.world import World, detect, job_id, restart_count
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.files.trust import make_private_folder
+from hpctrain.hooks import count_ranks
+from hpctrain.run.config import write_json
 from hpctrain.run.options import RunOptions
+from hpctrain.run.owner import launch_id
+from hpctrain.run.reader import read_record
 from hpctrain.run.record import Record
+from hpctrain.text import say
 from hpctrain.training.batches import ResumableBatches, count_examples, seed_everything, seed_loader
 from hpctrain.training.strategies.ddp import settle_buckets
 
+# A script may have imported Lightning by its earlier name, which has classes of its own.
+if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
+    from lightning.pytorch.strategies import Strategy
+else:
+    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
+    from pytorch_lightning.strategies import Strategy
+
 CPU = torch.device("cpu")
+# In the folder of a JobFolder: the start of its job that has used it last.
+ATTEMPT = "attempt.json"
+# The variable that names the job whose Trainers this job continues.
+CONTINUES = "HPCTRAIN_CONTINUES"
 
 
 class WorldEnvironment(ClusterEnvironment):
@@ -127,7 +149,7 @@ class RunFolder(Checkpoint):
         model: nn.Module | None = None,
     ) -> None:
         print_errors_in_one_line()
-        self._seed_of_run = int(os.environ.get("PL_GLOBAL_SEED", 0))  # of lightning.seed_everything()
+        self._seed_of_run = int(os.environ.get("PL_GLOBAL_SEED") or 0)  # of lightning.seed_everything()
         if not isinstance(folder, RunOptions):
             folder = RunOptions(
                 out=folder,
@@ -143,6 +165,7 @@ class RunFolder(Checkpoint):
         self._examples: int | None = None  # of the training set
         self._score: tuple[float, ...] | None = None  # of the epoch
         self._begun = self._must_save = self._saving = self._has_loss = False
+        self._handlers: dict[int, Any] = {}  # of signals, before Lightning has set its own ones
         self._last = 0.0  # when the last batch, or a validation after it, was done
 
     @property
@@ -154,22 +177,31 @@ class RunFolder(Checkpoint):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Open the run folder, for the Trainer's checkpoints (collective). Raises HpctrainError."""
-        if stage != "fit":
-            return
+        if not hasattr(self, "_checkpoints"):
+            self._checkpoints = _RunCheckpoints(self, trainer)
+        self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        if stage == "fit":
+            self._open(trainer, module)
+
+    def _open(self, trainer: Trainer, module: LightningModule) -> None:
         if not hasattr(self, "_run"):
-            self._run = self._open(trainer, module)
-        self._checkpoints = _RunCheckpoints(self._run.folder / "checkpoints", self, trainer)
+            self._check_trainer(trainer, module)
+            self._run = self._make_record(trainer, module)
         trainer.strategy.checkpoint_io = self._checkpoints
 
-    def _open(self, trainer: Trainer, module: LightningModule) -> Record:
+    def _check_trainer(self, trainer: Trainer, module: LightningModule) -> None:
+        if not isinstance(trainer, Trainer):
+            raise UsageError(
+                "the script has imported lightning and pytorch_lightning, two copies of one library: "
+                f"import {Trainer.__module__.partition('.')[0]} alone"
+            )
         if trainer.max_steps != -1 or not trainer.max_epochs or trainer.max_epochs < 0:
             raise UsageError(
                 "RunFolder counts epochs: make the Trainer with max_epochs, and without max_steps"
             )
         if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]  # Trainer() sets it
             raise UsageError("RunFolder cannot resume with reload_dataloaders_every_n_epochs: leave it out")
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Trainer() sets it
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
             raise UsageError(
                 "RunFolder cannot resume with GradientAccumulationScheduler, as epochs then have different "
                 "numbers of steps: use accumulate_grad_batches"
@@ -183,13 +215,13 @@ class RunFolder(Checkpoint):
             raise UsageError(
                 f'RunFolder cannot save what {name} saves in parts: make the Trainer with strategy="ddp"'
             )
+
+    def _make_record(self, trainer: Trainer, module: LightningModule) -> Record:
         self._model = self._model or module
         others = {**self._options.others}
         others.setdefault("seed", self._seed_of_run)
         options = replace(self._options, epochs=trainer.max_epochs, others=others)
-        places = trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices
-        world = World(*places, trainer.node_rank, trainer.num_nodes, detect().launcher)
-        run = Record(world, self._name, options, trainer.strategy.root_device)
+        run = Record(_world_of(trainer), self._name, options, trainer.strategy.root_device)
         run.best.by, run.best.lowest = self._monitor, self._mode and self._mode == "min"
         return run
 
@@ -209,45 +241,42 @@ class RunFolder(Checkpoint):
         assert trainer.max_epochs and self._model
         self._state = self._run.resume(CPU, trainer.max_epochs, self._model, "state_dict")
         if self._state:
+            # Lightning does not know that the loader leaves out the batches that are done.
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
             trainer.should_stop = self._run.is_finished or bool(self._state.get("should_stop"))
         return self._state
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Prepare the loader and DDP to resume at any step. Raises UsageError if they cannot."""
-        # Lightning's handler starts a collective, which waits for ranks that are dead.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._restore_handlers()
         if self._state is None:
             if self._run.resume_from:
                 raise UsageError(
                     f"{self._run.folder} has checkpoints: call Trainer.fit(..., ckpt_path=folder.ckpt_path)"
                 )
             self.resume(trainer)
-        if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-            raise UsageError(
-                "ReduceLROnPlateau changes after the checkpoint of an epoch: "
-                "use another scheduler with RunFolder"
-            )
+        self._check_training(trainer)
+        if self._state is None:  # fit() may have got a checkpoint of something else, or be the second one
+            self._run.epoch = trainer.current_epoch
         self._prepare_loader(trainer)
         self._run.count_flops(lambda: self._flops_per_example(module))
         self._state = None  # as large as the model and its optimizer
         if isinstance(model := trainer.strategy.model, DistributedDataParallel) and not model.static_graph:
             settle_buckets(model)  # training_step() may do more than compute a loss
         with all_or_none(self._run.world):
-            self._dump(trainer)
-            if self._run.world.rank == 0:
-                checkpoint.check_loadable(
-                    self._checkpoints.state, "save_hyperparameters() or on_save_checkpoint()"
-                )
+            self._check_state(trainer)
 
-    def _flops_per_example(self, module: LightningModule) -> float | None:
-        flops = getattr(module, "flops_per_batch", None)
-        return flops and flops / self._examples_per_batch
+    def _restore_handlers(self) -> None:
+        """Take Lightning's handlers away: they start collectives, which wait for ranks that are dead."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Let SIGTERM end this process: Trainer.test() has set Lightning's handler again."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _prepare_loader(self, trainer: Trainer) -> None:
+    def _check_training(self, trainer: Trainer) -> None:
+        if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+            raise UsageError(
+                "ReduceLROnPlateau changes after the checkpoint of an epoch: "
+                "use another scheduler with RunFolder"
+            )
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise UsageError(
@@ -260,6 +289,32 @@ class RunFolder(Checkpoint):
                 "RunFolder counts batches, and the batch sampler of this DataLoader has no __len__(): "
                 "make the Trainer with limit_train_batches"
             )
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if self._state is None and done % int(trainer.num_training_batches):
+            raise UsageError(
+                "RunFolder cannot go on from a checkpoint that something else has saved within an epoch: "
+                "give Trainer.fit() a ckpt_path of the end of an epoch"
+            )
+
+    def _check_state(self, trainer: Trainer) -> None:
+        """Raise UsageError on rank 0 if its state has objects that a resume would refuse (collective)."""
+        self._dump(trainer)
+        if trainer.global_rank == 0:
+            checkpoint.check_loadable(
+                self._checkpoints.state, "save_hyperparameters() or on_save_checkpoint()"
+            )
+
+    def _flops_per_example(self, module: LightningModule) -> float | None:
+        flops = getattr(module, "flops_per_batch", None)
+        return flops and flops / self._examples_per_batch
+
+    def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Take Lightning's handlers away, which Trainer.test() has set again."""
+        self._restore_handlers()
+
+    def _prepare_loader(self, trainer: Trainer) -> None:
+        loader = trainer.train_dataloader
+        assert isinstance(loader, DataLoader)
         self._run.check_steps(self._steps(trainer))  # Lightning starts no epoch that has no batch left
         before, self._examples = self._examples, count_examples(loader)
         if before and self._examples and before != self._examples:
@@ -416,19 +471,26 @@ class RunFolder(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Save a checkpoint of the epoch; there may have been no validation."""
         self._end_epoch()
+        self._metrics |= self._logged(trainer)
         self._save(trainer, self._score)
         self._score = None
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Write the result, with the last metrics."""
         assert self._model
-        # a run that was resumed after its last epoch has logged nothing
-        self._run.finish(self._model, **(self._logged(trainer) or self._metrics))
+        if not trainer.callback_metrics:  # it was resumed after its last epoch, and the script may read them
+            trainer.callback_metrics.update(
+                {name: torch.tensor(value) for name, value in self._metrics.items()}
+            )
+        self._run.finish(self._model, **self._logged(trainer))
         seed_everything(self._seed_of_run)  # as in Run: for what follows in the script
 
     def state_dict(self) -> dict[str, Any]:
-        """The last metrics, for the result of a run that is resumed after its last epoch; and its data."""
-        return {"metrics": self._metrics, "examples": self._examples}
+        """The last metrics, for the result of a run that is resumed after its last epoch; and its data.
+
+        In the run's own checkpoints alone: without RunFolder, Lightning would ask for it.
+        """
+        return {"metrics": self._metrics, "examples": self._examples} if self._saving else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See state_dict()."""
@@ -462,12 +524,158 @@ class RunFolder(Checkpoint):
     def _dump(self, trainer: Trainer) -> None:
         """Let Lightning collect its state: it calls on_save_checkpoint(), and _RunCheckpoints on rank 0."""
         self._saving = True
-        trainer.save_checkpoint(self._checkpoints.folder, weights_only=False)
+        trainer.save_checkpoint("of the run folder", weights_only=False)
         self._saving = False
 
     def _save(self, trainer: Trainer, score: tuple[float, ...] | None = None) -> None:
         self._dump(trainer)
         self._run.save(self._checkpoints.state, score)
+
+
+class JobFolder(RunFolder):
+    """The run folder of a Trainer whose script has none, in a job that its launch script requeues.
+
+    Lightning makes one for each Trainer: see callbacks_of_job(). It is runs/trainer/JOB for the first call of
+    fit() in a job, runs/trainer-2/JOB for the second. A Trainer that RunFolder refuses trains as without it,
+    and a line says why; so does one whose script has a handler for the signal that announces the time limit.
+    """
+
+    _fits: ClassVar[int] = 0  # calls of fit() in this process
+
+    def __init__(self) -> None:
+        super().__init__("runs", keep_checkpoints=2)
+
+    def _open(self, trainer: Trainer, module: LightningModule) -> None:
+        """Leave a Trainer that has a RunFolder. Others get theirs when they have their layers and loaders."""
+        if any(isinstance(each, RunFolder) and each is not self for each in _callbacks(trainer)):
+            self._leave(trainer)
+
+    def _leave(self, trainer: Trainer) -> None:
+        # a new list, as Lightning is going through the old one
+        trainer.callbacks = [each for each in _callbacks(trainer) if each is not self]  # type: ignore[attr-defined]
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Choose the folder (collective). If it has a checkpoint, load that as fit(ckpt_path=...) does."""
+        self._model, self._world = module, _world_of(trainer)
+        JobFolder._fits += 1
+        if not self._may_go_on(trainer, partial(self._check_trainer, trainer, module)):
+            return
+        folder, seed, resumes = broadcast(self._world, self._choose() if self._world.rank == 0 else None)
+        self._options, self._seed_of_run = replace(self._options, out=folder, resume="auto"), seed
+        if resumes:
+            self._begin(trainer, module)
+            # Lightning has no public way to give a checkpoint to a fit() that has begun.
+            trainer._checkpoint_connector._restore_modules_and_callbacks(self._run.resume_from)
+
+    def _choose(self) -> tuple[str, int, bool]:
+        """The folder of this call of fit(), the seed of its run, and whether that has a checkpoint.
+
+        A batch script of the user's may call launch scripts several times, and does so again after a requeue.
+        """
+        job = os.environ.get(CONTINUES) or job_id()
+        while True:
+            kind = "trainer" if JobFolder._fits == 1 else f"trainer-{JobFolder._fits}"
+            folder = Path("runs", kind, job)
+            config, last = read_record(folder / "config.json"), read_record(folder / ATTEMPT)
+            is_of_torchrun = last.get("launch") == launch_id()
+            is_of_earlier_attempt = restart_count() > 0 or CONTINUES in os.environ
+            is_of_earlier_attempt &= last.get("attempt") != _attempt() and config.get("command") == sys.argv
+            if not config or is_of_torchrun or is_of_earlier_attempt:
+                own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed())
+                seed = config.get("options", {}).get("seed", own)
+                return str(folder), seed, checkpoint.has_complete(folder)
+            JobFolder._fits += 1
+
+    def _begin(self, trainer: Trainer, module: LightningModule) -> None:
+        super()._open(trainer, module)
+        self._run.checks_values = False  # a loss that is not finite is the script's matter
+        if self._world.rank == 0:
+            own = {"attempt": _attempt(), "launch": launch_id()}
+            write_json(self._run.folder / ATTEMPT, own)
+
+    def _check_trainer(self, trainer: Trainer, module: LightningModule) -> None:
+        if any(handler not in (signal.SIG_DFL, signal.SIG_IGN) for handler in self._handlers.values()):
+            raise UsageError("its script has a handler for SIGUSR1 or SIGTERM, which gets the signal")
+        if trainer.world_size != count_ranks():
+            raise UsageError(f"it has {trainer.world_size} of the job's {count_ranks()} ranks")
+        super()._check_trainer(trainer, module)
+
+    def _check_folder(self, makes: bool) -> None:
+        """Raise UsageError if this rank cannot write in the folder: it may be on the node of rank 0 alone."""
+        folder = self._options.choose_folder(self._name)
+        try:
+            if not makes:
+                tempfile.TemporaryFile(dir=folder).close()
+            elif self._world.rank == 0:
+                make_private_folder(folder, foreseen=True)
+        except OSError as error:
+            raise UsageError(
+                f"{folder} cannot be written on {os.uname().nodename} ({error.strerror})"
+            ) from error
+
+    def _may_go_on(self, trainer: Trainer, *checks: Callable[[], None]) -> bool:
+        """Whether these checks raise HpctrainError on no rank (collective). Otherwise leaves the Trainer."""
+        for check in checks:
+            problem = ""
+            try:
+                check()
+            except HpctrainError as error:
+                problem = str(error)
+            if problem := next(filter(None, gather(self._world, problem)), ""):
+                if self._world.rank == 0:
+                    say(f"hpctrain: this Trainer does not go on after the job's time limit: {problem}")
+                self._leave(trainer)
+                return False
+        return True
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Open the folder of a new run, if RunFolder can resume what the Trainer trains."""
+        if not hasattr(self, "_run"):
+            before, trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io, self._checkpoints
+            checks = [partial(each, trainer) for each in (self._check_training, self._check_state)]
+            checks += [partial(self._check_folder, makes) for makes in (True, False)]
+            if not self._may_go_on(trainer, *checks):
+                trainer.strategy.checkpoint_io = before
+                return
+            self._begin(trainer, module)
+            self._run.print(f"after a time limit or a fault, this Trainer goes on from {self._run.folder}")
+        super().on_train_start(trainer, module)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Leave the gradients, and those of a scaler, as they are."""
+        self._run.check_gradients()
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Write the result, if fit() had something to train."""
+        if hasattr(self, "_run"):
+            super().on_fit_end(trainer, module)
+            # Another one after each fit(), from which the script may make other initial weights
+            seed_everything(hash((self._seed_of_run, JobFolder._fits)))
+        # for the next call of fit()
+        trainer.callbacks = [JobFolder() if each is self else each for each in _callbacks(trainer)]  # type: ignore[attr-defined]
+
+
+def callbacks_of_job() -> list[Callback]:
+    """For each Trainer(), by the entry points in pyproject.toml: a JobFolder in a job of a launch script.
+
+    HPCTRAIN_WORLD_SIZE is not there if the script trains separately on each rank: see hooks/lone_ranks.py.
+    """
+    return [JobFolder()] if os.environ.keys() >= {"HPCTRAIN_CONTROL", "HPCTRAIN_WORLD_SIZE"} else []
+
+
+def _attempt() -> list[Any]:
+    return [job_id(), restart_count()]
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]  # Trainer() sets it
+
+
+def _world_of(trainer: Trainer) -> World:
+    places = trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices
+    return World(*places, trainer.node_rank, trainer.num_nodes, detect().launcher)
 
 
 class _RunCheckpoints(CheckpointIO):
@@ -477,14 +685,13 @@ class _RunCheckpoints(CheckpointIO):
     while the other ranks wait in a barrier, so it only keeps the state for Run.save(), which all ranks call.
     """
 
-    def __init__(self, folder: Path, callback: RunFolder, trainer: Trainer) -> None:
-        self.folder = folder
+    def __init__(self, callback: RunFolder, trainer: Trainer) -> None:
         self.state: dict[str, Any] = {}
         self._callback, self._trainer, self._others = callback, trainer, trainer.strategy.checkpoint_io
 
     def save_checkpoint(self, state: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Keep the state if it is for the run folder. Lightning calls this on rank 0."""
-        if path == self.folder:
+        if self._callback._saving:
             self.state = state
         else:
             self._others.save_checkpoint(state, path, storage_options)
@@ -493,7 +700,10 @@ class _RunCheckpoints(CheckpointIO):
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load the checkpoint that the run resumes from, on every rank. Raises HpctrainError."""
-        folders = [self.folder, *([source.parent] if (source := self._callback.resume_from) else [])]
+        folders = [
+            self._callback._run.folder / "checkpoints",
+            *([source.parent] if (source := self._callback.resume_from) else []),
+        ]
         if Path(path).parent.resolve() in (folder.resolve() for folder in folders):
             if self._trainer.state.fn == "fit":
                 return self._callback.resume(self._trainer) or {}

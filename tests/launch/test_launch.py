@@ -5,14 +5,15 @@ import os
 import re
 import subprocess
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from slurm_cluster import Cluster
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
-from hpctrain.vision.data import load_mnist
-from tests.helpers import BARE_PYTHON, DATA, write_digits, write_images
+from hpctrain.vision.data import load_digits, load_mnist
+from tests.helpers import BARE_PYTHON, DATA, write_images
 from tests.launch.helpers import (
     FEW,
     HERE,
@@ -172,21 +173,27 @@ LIGHTNING = pytest.mark.main_road("a Lightning `Trainer` only")
 @pytest.fixture(scope="module")
 def tutorials(cluster):
     """The folder with what the scripts of tutorials download: MNIST, NSMC, and a model."""
-    work = folder(cluster, "tutorials")
+    write_tutorials(folder(cluster, "tutorials"))
+    return f"{HOME}/tutorials"
+
+
+def write_tutorials(work, times=1):
+    """Write that, with each example so many times."""
     (work / "MNIST").mkdir(parents=True)
-    write_digits(work / "MNIST/raw", 128, 16)
+    digits, _ = load_digits()
+    many = replace(digits, pixels=digits.pixels.repeat(times, 1, 1), labels=digits.labels.repeat(times))
+    write_images(work / "MNIST/raw", (many, digits), 128 * times, 16)
     reviews = [f"{n}\t{'재미있는 영화' if n % 2 else '지루한 영화'} {n}\t{n % 2}" for n in range(32)]
     rows = ["id\tdocument\tlabel", *reviews]
     if (nsmc := DATA / "nsmc/ratings_train.txt").exists():
         rows = nsmc.read_text(encoding="utf-8").splitlines()[:33]
-    (work / "ratings_train.txt").write_text("\n".join(rows))
+    (work / "ratings_train.txt").write_text("\n".join(rows[:1] + rows[1:] * times))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "영화", "재미있는", "지루한"]
     tokenizer = BertTokenizer(vocab={word: n for n, word in enumerate(words)}, do_lower_case=False)
     tokenizer.save_pretrained(work / "model")
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     BertForSequenceClassification(BertConfig(vocab_size=len(words), **shape)).save_pretrained(work / "model")
     subprocess.run(["chown", "-R", "1000:1000", work], check=True)
-    return f"{HOME}/tutorials"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +219,49 @@ def test_the_script_of_a_tutorial(cluster, tutorials, ahead, script, launcher):
     size = 4 if launcher == "srun" else 2
     losses = dict(re.findall(rf"rank (\d) of {size} loss (\d+\.\d{{6}})", output))
     assert sorted(losses) == [*map(str, range(size))] and len(set(losses.values())) == 1, output
+
+
+GOES_ON = {
+    "examples/lightning/mnist.py": ["srun", "torchrun", "mpirun"],
+    "examples/lightning/bert_nsmc.py": ["srun"],
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster):
+    """The numbers of jobs that train on more of what the tutorials download, on n3 and n4."""
+    write_tutorials(folder(cluster, "more"), 200)
+    return {script: submit_trainer(cluster, script, "srun", "n3,n4") for script in GOES_ON}
+
+
+def submit_trainer(cluster, script, launcher, nodes):
+    launch, *options = LAUNCHERS[launcher]
+    words = [f"{HOME}/{launch}", *options, f"{HOME}/{script}", *(["model"] if "bert" in script else [])]
+    env = {"HPCTRAIN_ROOT": HOME} | NO_CONTAINER
+    return cluster.submit(f"--nodelist={nodes}", "--ntasks-per-node=2", *words, cwd=f"{HOME}/more", env=env)
+
+
+@pytest.mark.parametrize(("script", "launcher"), [(name, each) for name in GOES_ON for each in GOES_ON[name]])
+def test_an_unmodified_trainer_goes_on(cluster, undisturbed, script, launcher):
+    """Asked to stop twice, as at the time limit, and killed once: the weights are those of a whole run."""
+    number, starts, acts = submit_trainer(cluster, script, launcher, "n1,n2"), [], []
+
+    def act(line):
+        starts.extend(re.findall("^.*run folder runs/trainer/.*", line))
+        if len(acts) < 3 and len(starts) > len(acts) and re.search(r"epoch 1 step \d+  train_loss", line):
+            acts.append(line)
+            if len(acts) < 3:
+                cluster.exec("login", "scancel", "--signal=USR1", "--batch", str(number))
+            else:
+                pattern = f"[p]ython.*{script.rpartition('/')[2]}"
+                cluster.exec("n2", "sh", "-c", f"kill -KILL $(pgrep -f '{pattern}' | tail -n 1)")
+
+    output = assert_ended(wait(cluster, number, f"{HOME}/more", act), "COMPLETED")
+    assert len(starts) == 4 and output.count("ending early, as the job has to: saved after") == 2, output
+    whole = undisturbed[script]
+    assert_ended(wait(cluster, whole, f"{HOME}/more"), "COMPLETED")
+    runs = [result(folder(cluster, f"more/runs/trainer/{each}")) for each in (number, whole)]
+    assert runs[0]["weights_sha256"] == runs[1]["weights_sha256"], output
 
 
 def test_torchrun_restarts_a_bundled_trainer(cluster, tmp_path):

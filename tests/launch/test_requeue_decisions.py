@@ -610,3 +610,24 @@ def test_qdel_while_another_job_is_submitted_deletes_that_one(pbs, tmp_path):
     session = "kill -TERM $PPID $(awk '/^PPid/ { print $2 }' /proc/$PPID/status)"
     said, asked = how_it_ended(pbs(FAULT="yes", qsub=f"{session}; sleep 0.2; echo 18.srv"), tmp_path)
     assert asked[-1] == "qdel 18.srv" and "continue with echo " in said, said
+
+
+@pytest.mark.parametrize("env", [{"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7"}, {"PBS_JOBID": "8"}])
+def test_a_job_whose_trainers_have_folders_is_continued_by_its_number(tmp_path, env):
+    """Their script has no --resume. Job 8 continues job 7."""
+    folder = tmp_path / "runs/trainer-2/7"
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in ("checkpoints/epoch-0001.pt", "attempt.json"):
+        (folder / name).touch()
+    env = env | ({"HPCTRAIN_CONTINUES": "7"} if "8" in env.values() else {})
+    code = (
+        f"cd {tmp_path}; SCRIPT=local.sh NODES=1 TASKS=1 THREADS=1 GPUS=0 ARGUMENTS=(train.py); STOPPING=''"
+    )
+    code += '; option=$(find_earlier_checkpoint) && how_to_resume "$option"'
+    code += "; [[ -n ${SLURM_JOB_ID:-} ]] || export_for_next_job 0"
+    said = library(code, **env).stdout.splitlines()
+    begin = "sbatch --nodes=1" if "SLURM_JOB_ID" in env else "echo 'env HPCTRAIN_CONTINUES=7 "
+    variable = "HPCTRAIN_CONTINUES=7 " if "SLURM_JOB_ID" in env else ""
+    assert said[0].startswith(f"continue with {variable}{begin}") and "--resume" not in said[0], said
+    exported = ["export HPCTRAIN_RESTARTS=1 HPCTRAIN_CONTINUES=7 "]
+    assert said[-1:] == ([said[0]] if "SLURM_JOB_ID" in env else exported)

@@ -5,6 +5,7 @@ a run, unless it resumes that run. A new folder is for its user alone, and has n
 """
 
 import argparse
+import math
 import os
 import platform
 import sys
@@ -124,6 +125,7 @@ class Record:
         self.times = StepTimes(profile)
         self._nonfinite = NonFinite(world, options.on_nan == "skip")
         self.can_skip = True  # whether on_nan="skip" is for this run
+        self.checks_values = True  # whether a value that is not finite ends the run, or is left out
         # With --out and --resume auto, the same command resumes.
         self._resume_with = None if options.out and options.is_auto else self.folder
         every = Interval.parse(str(options.checkpoint_every))
@@ -507,6 +509,7 @@ class Record:
         self._watchdog.pause()  # a file system may stall
         values = plain_numbers(values)
         self._check_finite(**values)
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         if self.world.rank != 0 or self.is_finished:
             return
         epoch, step = self.epoch + (self._step > 0), self.global_step
@@ -524,6 +527,8 @@ class Record:
 
     def _check_finite(self, **values: float) -> None:
         """End every rank if a value, the same on all, is not finite (HpctrainError on rank 0)."""
+        if not self.checks_values:
+            return
         place = f"epoch {self.epoch + (self._step > 0)}, step {self.global_step}"
         self._nonfinite.check(values, place, self.can_skip, self.folder)
 
