@@ -1,12 +1,14 @@
 """A hook of mkdocs: the pages of the repository, as GitHub shows them, become a site.
 
-The README is its home, and docs/README.md its navigation. A link to a file that is no page leads to the
-repository at HPCTRAIN_SOURCE_URL, and without that is text.
+The README is its home, and docs/README.md its navigation. A file that a page links to, such as an example,
+is a page of the site, too. A link to anything else leads to the repository at HPCTRAIN_SOURCE_URL, and
+without that is text.
 """
 
 import os
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,12 @@ OTHERS = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "security-policy.md": "SECURITY.md",
     "test-cluster.md": "cluster/README.md",
 }
+# Files that are shown as pages, by the end of their names, with the language of their colors.
+SHOWN = {".py": "python", ".sh": "bash", ".env": "bash", ".yaml": "yaml", ".def": "text", ".txt": "text"}
+LINK = re.compile(r"\[([^\[\]]*)\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
 # On a telephone the theme lets a table or a long word make the whole page wider than the screen.
 STYLE = """
 table { display: block; overflow-x: auto; }
@@ -44,11 +50,37 @@ def on_files(files: Files, config: Any) -> Files:
         content = (REPOSITORY / source).read_text(encoding="utf-8")
         files.append(File.generated(config, place, content=content))
     files.append(File.generated(config, "narrow.css", content=STYLE))
+    for path in sorted(find_shown_files()):
+        code = (REPOSITORY / path).read_text(encoding="utf-8")
+        content = f"# {path}\n\n````{SHOWN[posixpath.splitext(path)[1]]}\n{code}````\n"
+        files.append(File.generated(config, f"files/{path}.md", content=content))
     return files
+
+
+def find_pages() -> dict[str, Path]:
+    """The Markdown of each page of the site, by its place."""
+    docs = REPOSITORY / "docs"
+    pages = {str(path.relative_to(docs)): path for path in docs.rglob("*.md") if path != docs / "README.md"}
+    return pages | {place: REPOSITORY / source for place, source in OTHERS.items()}
+
+
+@cache
+def find_shown_files() -> set[str]:
+    """The files of the repository to which pages link and that are shown as pages."""
+    found = set()
+    for path in find_pages().values():
+        folder = posixpath.dirname(str(path.relative_to(REPOSITORY)))
+        for _, target, _ in LINK.findall(path.read_text(encoding="utf-8")):
+            file = posixpath.normpath(posixpath.join(folder, target))
+            if posixpath.splitext(file)[1] in SHOWN and (REPOSITORY / file).is_file():
+                found.add(file)
+    return found
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     place = page.file.src_uri
+    if place.startswith("files/"):
+        return markdown
     source = OTHERS.get(place, f"docs/{place}")
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S)
     return "".join(
@@ -70,6 +102,8 @@ def find_in_site(path: str) -> str | None:
             return place
     if path == "docs/README.md":
         return "index.md"
+    if path in find_shown_files():
+        return f"files/{path}.md"
     return path.removeprefix("docs/") if path.startswith("docs/") else None
 
 
@@ -86,6 +120,6 @@ def adapt(text: str, source: str, place: str) -> str:
             return f"[{shown}]({url}/{path}{anchor})"
         return path if shown == posixpath.basename(path) else shown
 
-    text = re.sub(r"\[([^\[\]]*)\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)", replace, text)
+    text = LINK.sub(replace, text)
     # Python-Markdown needs four spaces before a list in a list, where GitHub takes two.
     return re.sub(r"^ {2,3}(?=- )", "    ", text, flags=re.M)

@@ -24,24 +24,17 @@ def hook(monkeypatch):
     return module
 
 
-def sources(hook):
-    """The Markdown of each page of the site, by its place."""
-    docs = REPOSITORY / "docs"
-    pages = {str(path.relative_to(docs)): path for path in docs.rglob("*.md") if path != docs / "README.md"}
-    return pages | {place: REPOSITORY / source for place, source in hook.OTHERS.items()}
-
-
 def test_the_navigation_has_every_page(hook):
     config = hook.on_config(SimpleNamespace(mdx_configs={}, extra_css=[], nav=None))
     (home, *groups) = config.nav
     assert home == {"Home": "index.md"} and [next(iter(group)) for group in groups] == ["Guides", "Reference"]
     listed = ["index.md", *(place for group in groups for places in group.values() for place in places)]
-    assert sorted(listed) == sorted(sources(hook))
+    assert sorted(listed) == sorted(hook.find_pages())
 
 
 def test_every_link_of_the_site_leads_somewhere(hook):
     """Also pictures. What is no page of the site is text, or leads to the repository."""
-    pages, links = sources(hook), 0
+    pages, links = hook.find_pages(), 0
     for place, path in pages.items():
         page = SimpleNamespace(file=SimpleNamespace(src_uri=place))
         text = hook.on_page_markdown(path.read_text(), page, None, None)
@@ -49,7 +42,8 @@ def test_every_link_of_the_site_leads_somewhere(hook):
         prose = re.sub(r"^```.*?^```|^    .*?$|`[^`\n]*`", "", text, flags=re.M | re.S)
         for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", prose):
             found = posixpath.normpath(posixpath.join(posixpath.dirname(place), target))
-            assert found in pages or (REPOSITORY / "docs" / found).is_file(), f"{place}: {target}"
+            shown = found.removeprefix("files/").removesuffix(".md") in hook.find_shown_files()
+            assert shown or found in pages or (REPOSITORY / "docs" / found).is_file(), f"{place}: {target}"
             links += 1
     assert links > 100
 
@@ -60,6 +54,8 @@ def test_links_and_lists_of_github(hook, monkeypatch):
     there = "docs/guides/a.md", "guides/a.md"
     assert hook.adapt(text, *there) == "env, [home](../index.md#x)\n- a\n    - b\n"
     assert hook.adapt("[site.sh](../../launch/site.sh)", *there) == "launch/site.sh"
+    train = "src/hpctrain/vision/train.py"
+    assert hook.adapt(f"[loop](../../{train})", *there) == f"[loop](../files/{train}.md)"
     monkeypatch.setenv("HPCTRAIN_SOURCE_URL", "https://example.org/blob/v1")
     assert hook.adapt(text, *there).startswith("[env](https://example.org/blob/v1/launch/site.sh), ")
 
