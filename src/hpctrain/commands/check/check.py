@@ -100,8 +100,9 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
         refused = warnings if world.nodes > 1 else fabric.failures
         warnings = [text for text in warnings if text not in refused]
         problems += [f"NCCL between nodes: {text}" for text in refused]
-    problems += gpu_faults(device)
-    reports = gather(world, rank_report(world, device, fabric, warnings))
+    faults, gpu_warning = gpu_faults(device)
+    problems += faults
+    reports = gather(world, rank_report(world, device, fabric, warnings) | {"gpu_warning": gpu_warning})
     hosts = [report["host"] for report in reports]
     if world.rank == 0:
         for report in reports:
@@ -296,8 +297,11 @@ def describe_networks(reports: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def gpu_warnings(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """GPUs that the job has not requested, and ranks of one node that see one GPU each."""
+    """GPUs with errors, GPUs that the job has not requested, and ranks of a node that see one GPU each."""
     hosts = [report["host"] for report in reports]
+    for report in reports:
+        if report.get("gpu_warning"):
+            yield f"warning: {format_place([report['rank']], hosts)}: {report['gpu_warning']}"
     without = [report["rank"] for report in reports if report["others_gpus"]]
     if without:
         yield (

@@ -29,14 +29,19 @@ class Counters:
 def counter_problems(gpu: str, counters: Counters) -> Iterator[str]:
     """Why this GPU should not be trained on."""
     advice = "do not train on it: exclude its node (sbatch --exclude) and tell your site"
-    if counters.uncorrected:
-        errors = counted(counters.uncorrected, "uncorrected memory error")
-        yield f"{gpu} has had {errors} (ECC): {advice}"
     if counters.rows_failed:
         yield f"{gpu} could not replace faulty memory (row remapping failed): {advice}"
     if counters.pages_pending or counters.rows_pending:
         what = "pages to retire" if counters.pages_pending else "rows to remap"
         yield f"{gpu} has faulty memory that is in use until its next reset ({what} pending): {advice}"
+
+
+def counter_warning(gpu: str, counters: Counters) -> str:
+    """Errors that the driver may have dealt with since, by using other memory; "" if there are none."""
+    if not counters.uncorrected:
+        return ""
+    errors = counted(counters.uncorrected, "uncorrected memory error")
+    return f"{gpu} has had {errors} (ECC): if a rank fails there, exclude its node (sbatch --exclude)"
 
 
 def read_counters(nvml: Any, gpu: Any) -> Counters:
@@ -55,12 +60,16 @@ def read_counters(nvml: Any, gpu: Any) -> Counters:
     )
 
 
-def gpu_faults(device: torch.device) -> list[str]:
-    """The faults that the driver has counted on the rank's GPU; [] on a CPU, or if NVML cannot be asked."""
+def gpu_faults(device: torch.device) -> tuple[list[str], str]:
+    """The problems that the driver has counted on the rank's GPU, and a warning.
+
+    Both are empty on a CPU, and if NVML cannot be asked.
+    """
     if not (opened := open_gpu(device)):
-        return []
+        return [], ""
     nvml, gpu, name = opened
-    return list(counter_problems(name, read_counters(nvml, gpu)))
+    counters = read_counters(nvml, gpu)
+    return [*counter_problems(name, counters)], counter_warning(name, counters)
 
 
 @contextmanager
