@@ -69,8 +69,9 @@ def spoil_a_step():
     """Rank 1 has a loss that is not a number in the third part of the batches."""
     real = Steps.compute_loss
 
-    def compute_loss(self, batch):
-        return real(self, batch) * (math.nan if batch.number == 2 and os.environ["RANK"] == "1" else 1)
+    def compute_loss(self, parallel, batch):
+        spoiled = batch.number == 2 and os.environ["RANK"] == "1"
+        return real(self, parallel, batch) * (math.nan if spoiled else 1)
 
     Steps.compute_loss = compute_loss
 
@@ -301,13 +302,13 @@ def test_gradient_checkpointing_keeps_the_weights_and_less_for_the_backward_pass
     kept = []
     real = Steps.compute_loss
 
-    def compute_loss(self, batch):
+    def compute_loss(self, parallel, batch):
         def keep(tensor):
             kept[-1] += tensor.numel()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            return real(self, batch)
+            return real(self, parallel, batch)
 
     monkeypatch.setattr(Steps, "compute_loss", compute_loss)
     config = tmp_path / "config.json"
