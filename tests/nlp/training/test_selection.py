@@ -120,8 +120,8 @@ def stopped(tmp_path_factory, config):
 
 
 # A learning rate that is far too high; 10 steps an epoch.
-PATIENT = ("--epochs=12", "--patience=2", "--batch-size=8", "--lr=5e-3", "--limit=80")
-PATIENT += ("--keep-checkpoints=99",)
+TOO_HIGH = ("--batch-size=8", "--lr=5e-3", "--limit=80", "--keep-checkpoints=99")
+PATIENT = ("--epochs=12", "--patience=2", *TOO_HIGH)
 
 
 def find_best(run):
@@ -146,7 +146,7 @@ def test_training_ends_after_epochs_without_a_better_score(stopped):
 
 @pytest.mark.slow
 def test_patience_does_not_change_what_is_trained_until_then(stopped, config, tmp_path):
-    whole = train("classify", tmp_path / "run", *PATIENT[:2], *PATIENT[4:], "--from-scratch", config)
+    whole = train("classify", tmp_path / "run", "--epochs=12", *TOO_HIGH, "--from-scratch", config)
     last = result(stopped)["epochs"]
     assert result(whole)["epochs"] == 12 and "stopped after" not in (whole / "logs/rank-0000.log").read_text()
     states = [
@@ -196,7 +196,7 @@ def stop(run):
 
 @pytest.mark.slow
 def test_run_of_a_version_without_these_options_is_continued(config, tmp_path):
-    options = (*PATIENT[4:], "--from-scratch", config)
+    options = (*TOO_HIGH, "--from-scratch", config)
     run = train("classify", tmp_path / "run", "--epochs", 1, *options)
     path = checkpoint.path_of(run, 1)
     state = checkpoint.load(path, torch.device("cpu"))
@@ -252,7 +252,7 @@ def test_two_ranks_stop_at_the_same_epoch_with_the_same_losses(rare, config, tmp
 
 # 10 steps an epoch; evaluations after step 4, 8, 10 (of the first epoch), 12, 16, 20 (of the second one) and
 # so on.
-EVERY = ("--epochs", 12, "--seed", 2, *PATIENT[4:])
+EVERY = ("--epochs", 12, "--seed", 2, *TOO_HIGH)
 EVERY_FOUR = (*EVERY, "--patience", 3, "--eval-every", 4)
 
 
