@@ -662,7 +662,7 @@ HEAD = [
     "trains again after",
     "of this, Slurm",
 ]
-HEAD += ["steps repeated", "starts", "weights"]
+HEAD += ["steps repeated", "starts", "weights", "measured"]
 MARKER = "<!-- written by make faults -->\n"
 
 
@@ -823,6 +823,8 @@ def main() -> None:
     ]
     sif = REPOSITORY / "hpctrain-cpu.sif"
     tar = REPOSITORY / "build/hpctrain-cpu.tar"
+    describe = ["git", "-C", REPOSITORY, "describe", "--always", "--dirty"]
+    revision = subprocess.run(describe, capture_output=True, text=True).stdout.strip() or "unknown"
     wrong = []
     with tempfile.TemporaryDirectory() as small:
         subprocess.run(
@@ -856,15 +858,10 @@ def main() -> None:
                 for name, fault, way in cells:
                     try:
                         row = laboratory.measure(name, fault, way)
-                        write_rows([row])
                     except (TimeoutError, RuntimeError, OSError) as error:
-                        row = [
-                            name,
-                            way.trainer,
-                            way.launcher,
-                            way.runtime,
-                            f"FAILED: {str(error).splitlines()[0][:80]}",
-                        ]
+                        row = [name, way.trainer, way.launcher, way.runtime]
+                        row += [str(error).splitlines()[0][:80], *"-----", "not as promised"]
+                    write_rows([[*row, f"{time.strftime('%Y-%m-%d')} {revision}"]])
                     print(f"| {' | '.join(row)} |", flush=True)
                     if not row[-1].startswith("equal") and name != "scancel by the user":
                         wrong.append(row[0])

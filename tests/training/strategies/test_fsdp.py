@@ -243,8 +243,8 @@ def test_the_optimizer_of_another_model_is_one_line(tmp_path):
     checkpoint.save(path, state)
     (tmp_path / "run/result.json").unlink()
     for count in (1, 2):
-        words[1:] = ["--epochs", "2", "--resume", "run"]
-        done = warm_start.run(warm_start.torchrun_ranks(count, words, dict(os.environ)), tmp_path)
+        again = [*words, "--epochs", "2", "--resume", "run"]
+        done = warm_start.run(warm_start.torchrun_ranks(count, again, dict(os.environ)), tmp_path)
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert "epoch-0001.pt: not the optimizer of this model (a tensor of another shape)" in done.stderr
 
