@@ -478,6 +478,8 @@ class RunFolder(Checkpoint):
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Write the result, with the last metrics."""
         assert self._model
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        progress.completed = progress.processed  # Lightning counts an epoch after its checkpoint
         if not trainer.callback_metrics:  # it was resumed after its last epoch, and the script may read them
             trainer.callback_metrics.update(
                 {name: torch.tensor(value) for name, value in self._metrics.items()}
