@@ -6,6 +6,7 @@ STEP_OPTIONS=() # for srun
 TASKS_OPTION=--ntasks-per-node # what gives TASKS
 REQUEST='' # for each node, for the job and for each task, 400 characters each
 SPARE_NODES=0 # nodes of the job that are idle, for when one of HOSTS fails
+JOB_HOSTS=() JOB_TASKS=0 # what the scheduler granted, of which HOSTS and TASKS may be a part
 
 # Slurm's variables that stay: what Slurm sets anew in each job, and options for srun that the user may give.
 # All others are unset. In a shell inside a job they are of a step, or of another job, and srun would take
@@ -63,6 +64,7 @@ read_slurm_job() {
         ((SPARE_NODES < ${#HOSTS[@]})) ||
             die "--spare-nodes=$SPARE_NODES of the job's $(counted ${#HOSTS[@]} node):" \
                 "ask for more (sbatch --nodes)"
+        JOB_HOSTS=("${HOSTS[@]}")
         HOSTS=("${HOSTS[@]:0:${#HOSTS[@]}-SPARE_NODES}")
         # Passed to srun again: without it Slurm packs the first node full, 3 + 1 tasks on nodes of 3 slots.
         spread=${SLURM_TASKS_PER_NODE:-1}
@@ -81,6 +83,7 @@ read_slurm_job() {
     # Then Slurm has noticed that a node is dead, and requeues the job. The watchdog waits for that.
     timeout=$(scontrol show config 2>/dev/null | awk '$1 == "SlurmdTimeout" { print $3 + 60 }') || true
     export HPCTRAIN_NODE_TIMEOUT=${HPCTRAIN_NODE_TIMEOUT:-$timeout}
+    choose_ranks
     load_site
     export_job_env
     open_control
@@ -166,6 +169,33 @@ check_cpus() {
     fi
 }
 
+# choose_ranks: leave in HOSTS those that --hosts names, in the order of the job, by which srun numbers ranks,
+# and in TASKS the number of --ranks-per-node
+choose_ranks() {
+    local name host names named=() hosts=()
+    ((${#JOB_HOSTS[@]})) || JOB_HOSTS=("${HOSTS[@]}")
+    JOB_TASKS=$TASKS
+    TASKS=${OPTION[ranks-per-node]:-$TASKS}
+    ((TASKS >= 1 && TASKS <= JOB_TASKS)) ||
+        die "--ranks-per-node=$TASKS, but the job has $(counted "$JOB_TASKS" task) per node:" \
+            "give a number from 1 to $JOB_TASKS, or ask for more with $TASKS_OPTION"
+    THREADS=$((THREADS * JOB_TASKS / TASKS))
+    [[ -n ${OPTION[hosts]:-} ]] || return 0
+    ((SPARE_NODES == 0)) || die '--hosts names all nodes that are to be used: leave --spare-nodes out'
+    IFS=, read -ra names <<<"${OPTION[hosts]}"
+    for name in "${names[@]}"; do
+        [[ $name != localhost ]] || name=${SLURMD_NODENAME:-$(uname -n)}
+        is_one_of "${name%%.*}" "${HOSTS[@]%%.*}" ||
+            die "--hosts=${OPTION[hosts]}: $name is no node of this job: choose from ${HOSTS[*]}," \
+                'and give the number of ranks with --ranks-per-node'
+        named+=("${name%%.*}")
+    done
+    for host in "${HOSTS[@]}"; do
+        ! is_one_of "${host%%.*}" "${named[@]}" || hosts+=("$host")
+    done
+    HOSTS=("${hosts[@]}")
+}
+
 # This machine alone: HPCTRAIN_TASKS ranks; by default one per GPU, or one.
 make_local_job() {
     JOB=$$
@@ -220,7 +250,7 @@ export_job_env() {
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
         die "'$JOB' is not the number of a job:" \
             "unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
-    ((GPUS == 0 || GPUS == TASKS)) || script_is jupyter.sh ||
+    ((GPUS == 0 || GPUS == TASKS)) || script_is jupyter.sh || [[ -n ${OPTION[ranks-per-node]:-} ]] ||
         say "warning: $(counted "$GPUS" GPU) but $(counted "$TASKS" task) per node: give $TASKS_OPTION=$GPUS"
     drop_other_job "$JOB"
     # As ~/.bashrc has it, after a tutorial
@@ -267,11 +297,14 @@ refuse_copies() {
 # is_of_first_node ADDRESS: whether rank 0 can listen there, and all nodes reach it
 is_of_first_node() {
     local address name
-    ((NODES == 1)) || [[ $1 != @(localhost|127.*|::1) ]] || return 1
     name=$(uname -n)
-    [[ ${name%%.*} == "${HOSTS[0]%%.*}" ]] || return 0 # in salloc this may run elsewhere
     address=$(getent ahostsv4 "$1" | awk '{ print $1; exit }') || true
-    [[ -n $address ]] && has_address "$address"
+    if [[ ${name%%.*} != "${HOSTS[0]%%.*}" ]]; then # in salloc, or with --hosts
+        [[ $1 != @(localhost|127.*|::1) ]] && ! has_address "$address"
+    else
+        ((NODES == 1)) || [[ $1 != @(localhost|127.*|::1) ]] || return 1
+        [[ -n $address ]] && has_address "$address"
+    fi
 }
 
 # has_address ADDRESS: whether an interface of this node has it; 2 if the kernel does not say

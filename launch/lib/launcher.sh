@@ -31,8 +31,8 @@ set_srun() {
         --cpus-per-task=$((THREADS * TASKS / $1)) --export=ALL --kill-on-bad-exit=1 --wait=0 --label
         "${STEP_OPTIONS[@]}" "${@:2}")
     # A step with other tasks or nodes than the job gets too few GPUs without it, or is refused.
-    ((GPUS == 0)) || [[ $1 == "$TASKS" && -z ${OPTION[spare-nodes]:-} ]] || LAUNCH+=(--gpus=$((NODES * GPUS)))
-    if ((SPARE_NODES)); then
+    ((GPUS == 0 || ($1 == JOB_TASKS && NODES == ${#JOB_HOSTS[@]}))) || LAUNCH+=(--gpus=$((NODES * GPUS)))
+    if ((NODES < ${#JOB_HOSTS[@]})); then
         printf -v nodelist '%s,' "${HOSTS[@]}"
         LAUNCH+=(--nodelist="${nodelist%,}")
     fi
@@ -41,7 +41,7 @@ set_srun() {
 # set_mpirun TASKS_PER_NODE: fill LAUNCH; REPLY is the version. In a PBS job it starts its daemons on other
 # nodes with pbs_tmrsh, where it is, unless the user has named another program.
 set_mpirun() {
-    local name agent=$ROOT/launch/lib/tmrsh.sh
+    local name places agent=$ROOT/launch/lib/tmrsh.sh
     command -v mpirun >/dev/null ||
         die "there is no mpirun on the PATH of $(hostname): load an Open MPI module (HPCTRAIN_MODULES)"
     REPLY=$(mpirun --version 2>&1 | head -n 1) || true
@@ -49,6 +49,10 @@ set_mpirun() {
         die "$(command -v mpirun) is not Open MPI's, whose options this script uses:" \
             "load an Open MPI module, or use srun"
     LAUNCH=(mpirun -np $((NODES * $1)) --map-by "ppr:$1:node" --bind-to none)
+    if ((NODES < ${#JOB_HOSTS[@]})); then
+        printf -v places "%s:$TASKS," "${HOSTS[@]}"
+        LAUNCH+=(--host "${places%,}")
+    fi
     if [[ -n ${PBS_NODEFILE:-} ]]; then
         LAUNCH+=(--hostfile "$PBS_NODEFILE")
         # the names of the setting in Open MPI 5 and 4

@@ -25,6 +25,12 @@ OPTIONS=(
     'when a rank dies, restart all ranks, at most N times (default 0). The bundled trainers, and
     scripts of your own that do, load their last checkpoint.'
 
+    --ranks-per-node=N '!(local.sh,jupyter.sh)'
+    'start N ranks on each node, of those that the job has (--ntasks-per-node); together they have all CPUs'
+
+    --hosts=NAME,NAME '!(local.sh,jupyter.sh)'
+    'start ranks on these nodes of the job only; localhost is this one'
+
     --spare-nodes=N apptainer_ddp.sh,modules_ddp.sh,podman_hpc_ddp.sh,shifter_ddp.sh
     'keep N nodes of the job idle. When another node fails, the job goes on at once with one of them.
     Submit with sbatch --no-kill and N more --nodes'
@@ -151,7 +157,7 @@ script_is() {
 usage() {
     sed -n '2,/^[^#]/{/^#\(SBATCH\|PBS\)/d;s/^# \{0,1\}//p}' "$0"
     echo 'Options, before the name of the trainer or script:'
-    print_rows 18 "${OPTIONS[@]}"
+    print_rows 20 "${OPTIONS[@]}"
     printf '\nSettings, from the environment (source launch/site.sh sets those of your site):\n'
     print_rows 26 "${SETTINGS[@]}"
     printf '\n%s %s\n' 'Start from the hpctrain folder, or from anywhere with HPCTRAIN_ROOT set to it.' \

@@ -38,6 +38,7 @@ read_pbs_job() {
     TASKS_OPTION=mpiprocs
     count_pbs_cpus
     GPUS=$(visible_gpus)
+    choose_ranks
     load_site
     export_job_env
     open_control
@@ -84,7 +85,7 @@ on_nodes_of_pbs() {
     words=$(printf '%q ' env "HPCTRAIN_JOB=$JOB" "$@")
     ! has_tmrsh || remote=("$ROOT/launch/lib/tmrsh.sh")
     for host in $(nodes_left); do
-        if [[ $host == "${HOSTS[0]}" ]]; then
+        if [[ $host == "${JOB_HOSTS[0]}" ]]; then
             "$@" &
         else
             timeout "$WITHIN" "${remote[@]}" "$host" "$words" </dev/null &

@@ -265,6 +265,52 @@ def test_the_world_is_that_of_the_nodes_without_spare_ones(programs, tmp_path):
     assert done.stdout.splitlines()[-1] == "n1 n2 n3, 2 GPUs, 6 ranks, unset", done
 
 
+PARTS = [
+    ("apptainer_ddp.sh", " --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=4 ", " --nodelist=n2 "),
+    (
+        "apptainer_torchrun.sh",
+        " --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=4 ",
+        " --nodelist=n2 ",
+    ),
+    ("apptainer_mpi.sh --mpi=mpirun", " -np 1 --map-by ppr:1:node ", " --host n2:1 "),
+    ("apptainer_horovod.sh --launcher=horovodrun", " -np 1 -H n2:1 "),
+    ("pbs_ddp.sh", " -np 1 --map-by ppr:1:node ", " --host n2:1 "),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=[part[0] for part in PARTS])
+def test_ranks_on_a_part_of_what_the_job_has(shell, part):
+    """They have all CPUs of the node, and the rendezvous is on its first one."""
+    put(shell, scontrol='[ "$2" != hostnames ] || printf "n%s\\n" 1 2')
+    (shell.top / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    job = {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_CPUS_PER_NODE": "4(x2)", "NCPUS": "4"}
+    log = start(shell, f"{part[0]} --dry-run --ranks-per-node=1 --hosts=n2.site", **job)
+    assert " 1 node x 1 task x 4 threads," in log and " on n2\n" in log, log
+    assert "rendezvous n2:" in log and "HPCTRAIN_WORLD_SIZE=1\n" in log, log
+    assert not [words for words in part[1:] if words not in f"{log} "] and "warning" not in log, log
+
+
+def test_nodes_are_in_the_order_of_the_job_and_this_one_is_localhost(shell):
+    """Slurm numbers the ranks in its own order, and rank 0 listens on the first node."""
+    put(shell, scontrol='[ "$2" != hostnames ] || printf "n%s\\n" 1 2 3')
+    put(shell, uname='[ "$1" != -n ] || echo n2.site')
+    log = start(shell, "apptainer_ddp.sh --dry-run --hosts=n3,localhost", MASTER_ADDR="localhost")
+    assert " on n2 n3\n" in log and "--nodelist=n2\\,n3 " in log and "rendezvous n2:" in log, log
+
+
+@pytest.mark.parametrize(
+    ("option", "names"),
+    [
+        ("--hosts=n9", ["--hosts=n9", "n1"]),
+        ("--hosts=n1:2", ["n1:2", "--ranks-per-node"]),
+        ("--ranks-per-node=3", ["--ranks-per-node=3", " 1 task ", "--ntasks-per-node"]),
+        ("--ranks-per-node=0", ["--ranks-per-node=0"]),
+    ],
+)
+def test_ranks_where_the_job_has_none_are_refused(shell, option, names):
+    assert_refused(shell(LAUNCH / "apptainer_ddp.sh", option, "check"), *names)
+
+
 @pytest.mark.parametrize(
     ("granted", "tasks", "asked", "threads", "warning"),
     [

@@ -89,6 +89,32 @@ def test_inside_salloc(cluster):
     assert "check passed: 2 ranks on 2 hosts (slurm)" in salloc(cluster, SCRIPT, "check").stdout
 
 
+def test_other_numbers_of_ranks_within_one_job(cluster):
+    """On two nodes with two ranks each: one on each node, then two on the second node alone."""
+    folder(cluster, "meets.py").write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "print(f'rank {dist.get_rank()} of {dist.get_world_size()} on {os.uname().nodename}', flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    parts = {"--ranks-per-node=1": ["n1", "n2"], "--hosts=n2": ["n2", "n2"]}
+    commands = {
+        f"{name} {part}": [script, *own, part, "meets.py"]
+        for name, (script, *own) in LAUNCHERS.items()
+        for part in parts
+    }
+    all_ranks = [*LAUNCHERS["horovodrun"], "--hosts=localhost,n2", "meets.py"]
+    commands["horovodrun --hosts=localhost,n2"] = all_ranks
+    lines = [f"echo 'part {name}'; {' '.join(words)} || exit" for name, words in commands.items()]
+    number = cluster.submit(HERE, "--ntasks-per-node=2", "--nodes=2", "--wrap", "\n".join(lines), cwd=HOME)
+    output = assert_ended(wait(cluster, number), "COMPLETED")
+    for name, said in zip(commands, output.split("part ")[1:], strict=True):
+        hosts = parts.get(name.split()[-1], ["n1", "n1", "n2", "n2"])
+        places = [f"rank {rank} of {len(hosts)} on {host}" for rank, host in enumerate(hosts)]
+        assert sorted(re.findall(r"rank \d of \d on n\d", said)) == places, (name, said)
+
+
 @pytest.mark.main_road("`--dry-run` prints the commands")
 def test_what_a_dry_run_prints_can_be_run(cluster):
     command = [SCRIPT, "--dry-run", "train_ddp", "--out", "a b"]

@@ -34,11 +34,17 @@ def test_a_command_of_salloc_on_the_login_node_has_gpus(node, job, task, gpus):
 
 
 @pytest.mark.parametrize(
-    ("tasks", "options", "gpus"), [(4, ":", False), (1, ":", True), (4, "OPTION[spare-nodes]=1", True)]
+    ("tasks", "job", "gpus"),
+    [
+        (4, "JOB_TASKS=4 JOB_HOSTS=(a b)", False),
+        (1, "JOB_TASKS=4 JOB_HOSTS=(a b)", True),
+        (4, "JOB_TASKS=4 JOB_HOSTS=(a b c)", True),
+        (4, "JOB_TASKS=8 JOB_HOSTS=(a b)", True),
+    ],
 )
-def test_a_step_of_another_shape_than_the_job_asks_for_its_gpus(tasks, options, gpus):
+def test_a_step_of_another_shape_than_the_job_asks_for_its_gpus(tasks, job, gpus):
     """With --gpus-per-task=1 all ranks of torchrun had one GPU; with --gpus=12 srun refused 2 of 3 nodes."""
-    script = f"NODES=2 TASKS=4 THREADS=1 GPUS=4; declare -A OPTION; {options}"
+    script = f"NODES=2 TASKS=4 THREADS=1 GPUS=4 HOSTS=(a b) {job}"
     done = library(f'{script}; set_srun {tasks}; echo "${{LAUNCH[@]}}"')
     assert done.returncode == 0 and ("--gpus=8" in done.stdout.split()) == gpus, done
 

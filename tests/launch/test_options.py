@@ -139,6 +139,7 @@ def test_help_lists_the_options_that_the_script_takes_and_no_others(programs, tm
     )
     (tmp_path / "image.sif").touch()
     given = {"--mpi=HOW": "--mpi=pmix", "--launcher=HOW": "--launcher=mpirun"}
+    given |= {"--hosts=NAME,NAME": "--hosts=node1", "--spare-nodes=N": "--spare-nodes=0"}
     listed = [option for option in re.findall(r"^  (--\S+)", help_of(script), re.M) if option != "--help"]
     words = [given.get(option, option.replace("=N", "=1")) for option in listed]
     env = programs | {"HPCTRAIN_IMAGE": f"{tmp_path}/image.sif", "HPCTRAIN_CACHE": str(tmp_path)}

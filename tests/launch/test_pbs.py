@@ -86,7 +86,8 @@ def test_a_launcher_that_waits_for_a_dead_node_is_ended(tmp_path, rank_left):
     for name in ("failed.1", *["left"] * rank_left):
         (tmp_path / name).touch()
     done = library(
-        f"""HOSTS=(n1 n2 n3) JOB=17 HPCTRAIN_JOB=17 HPCTRAIN_CONTROL={tmp_path}; sleep() {{ :; }}
+        f"""HOSTS=(n1 n2 n3) JOB_HOSTS=(n1 n2 n3) JOB=17 HPCTRAIN_JOB=17
+        HPCTRAIN_CONTROL={tmp_path}; sleep() {{ :; }}
         /bin/sleep 100 & watch_step $!""",
         PATH=f"{tmp_path}:{BARE['PATH']}",
         PBS_NODEFILE="nodes",

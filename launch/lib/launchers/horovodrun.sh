@@ -24,11 +24,16 @@ launch_with_horovodrun() {
     CLEAN_UP+=(kill_horovod_ranks)
 }
 
-# find_interface: print the network interface of this node that has the address MASTER_ADDR
+# find_interface: print the network interface of this node that has the address MASTER_ADDR, or from which
+# this node of the job reaches it
 find_interface() {
-    local address
+    local address machine=${SLURMD_NODENAME:-$(uname -n)}
     address=$(getent ahostsv4 "$MASTER_ADDR" | awk '{ print $1; exit }')
-    ip -o -4 address show | awk -v a="$address" 'index($4, a "/") == 1 { print $2; exit }'
+    if is_one_of "${machine%%.*}" "${HOSTS[0]%%.*}" || ! is_one_of "${machine%%.*}" "${JOB_HOSTS[@]%%.*}"; then
+        ip -o -4 address show | awk -v a="$address" 'index($4, a "/") == 1 { print $2; exit }'
+    else
+        ip -o -4 route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p'
+    fi
 }
 
 # horovodrun writes its whole environment on the command lines of ssh, which every user of a node can read. So

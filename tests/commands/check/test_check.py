@@ -162,6 +162,11 @@ MISPLACED = {
         {"SLURM_JOB_NUM_NODES": "2"},
         ["nodes: 1 instead of 2, 2 on n1"],
     ),
+    "--hosts": (
+        placed(("n1", 0, 0, ""), ("n1", 1, 0, ""), nodes=1),
+        {"SLURM_JOB_NUM_NODES": "2", "HPCTRAIN_WORLD_SIZE": "2", "HPCTRAIN_TASKS_PER_NODE": "2"},
+        [],
+    ),
     "in turn": (
         placed(("n1", 0, 0, ""), ("n2", 0, 0, ""), ("n1", 1, 1, ""), ("n2", 1, 1, "")),
         {},

@@ -352,7 +352,10 @@ def placement_problems(reports: list[dict[str, Any]], env: Mapping[str, str] = o
     elif len(set(counts.values())) > 1:
         yield f"wrong ranks per node: {shown}: use srun --ntasks-per-node, or mpirun --map-by ppr:N:node"
     if not slurm:  # srun counts the nodes of the step; other launchers may leave nodes of the job idle
-        nodes = max(nodes, int(env.get("SLURM_JOB_NUM_NODES", 0)))
+        asked = int(env.get("SLURM_JOB_NUM_NODES", 0))
+        if "HPCTRAIN_TASKS_PER_NODE" in env:  # of a launch script, perhaps with --hosts
+            asked = int(env["HPCTRAIN_WORLD_SIZE"]) // int(env["HPCTRAIN_TASKS_PER_NODE"])
+        nodes = max(nodes, asked)
     if nodes != len(counts):
         yield (
             f"wrong number of nodes: {len(counts)} instead of {nodes}, {shown}: "
