@@ -129,6 +129,7 @@ class RunFolder(Checkpoint):
     monitor the logged value whose best checkpoint is kept. All logged values must then be finite.
     mode    "min" or "max": which value of it is the best (default: "min" if its name ends in "loss")
     model   the part of the LightningModule whose weights a checkpoint has as "model" (default: all of it)
+    fixed_epochs  a resumed run has to have the same max_epochs, as its learning rate depends on them
 
     A module's flops_per_batch, as ThroughputMonitor knows it, adds FLOP/s to the result of a run on GPUs. A
     sampler's examples_of(epoch, step) adds the numbers of a step's examples to the error of a loss that is
@@ -147,6 +148,7 @@ class RunFolder(Checkpoint):
         monitor: str | None = None,
         mode: Literal["min", "max"] | None = None,
         model: nn.Module | None = None,
+        fixed_epochs: bool = False,
     ) -> None:
         print_errors_in_one_line()
         self._seed_of_run = int(os.environ.get("PL_GLOBAL_SEED") or 0)  # of lightning.seed_everything()
@@ -159,7 +161,7 @@ class RunFolder(Checkpoint):
                 keep_checkpoints=keep_checkpoints,
             )
         self._options, self._name, self._model = folder, name, model
-        self._monitor, self._mode = monitor, mode
+        self._monitor, self._mode, self._fixed_epochs = monitor, mode, fixed_epochs
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run was resumed from
         self._metrics: dict[str, float] = {}  # of the last evaluation
         self._examples: int | None = None  # of the training set
@@ -239,7 +241,9 @@ class RunFolder(Checkpoint):
         The Trainer trains no epoch if the run is finished, or if a callback had ended it.
         """
         assert trainer.max_epochs and self._model
-        self._state = self._run.resume(CPU, trainer.max_epochs, self._model, "state_dict")
+        self._state = self._run.resume(
+            CPU, trainer.max_epochs, self._model, "state_dict", fixed=self._fixed_epochs
+        )
         if self._state:
             # Lightning does not know that the loader leaves out the batches that are done.
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")

@@ -186,6 +186,14 @@ def interval(text: str) -> str:
     return text
 
 
+def fraction(text: str) -> float:
+    """An argparse type."""
+    value = float(text)
+    if not 0 <= value <= 1:  # also refuses NaN
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction: give a number from 0 to 1")
+    return value
+
+
 def positive(kind: type) -> Any:
     """An argparse type: a finite number of this kind (int or float) above zero."""
 

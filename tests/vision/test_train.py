@@ -16,6 +16,7 @@ from itertools import pairwise
 import pytest
 import slurm_cluster
 import torch
+from transformers import get_cosine_schedule_with_warmup
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.cli import COMMANDS, load_command
@@ -263,11 +264,37 @@ def test_evaluation_leaves_the_model_in_training_mode(tmp_path):
 
 
 def test_the_learning_rate_falls_after_each_epoch():
-    args = recipe.ImageOptions(lr=0.8, lr_decay=0.5)
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1)
-    for epoch, rate in enumerate((0.8, 0.4, 0.2)):
-        recipe.set_learning_rate(optimizer, args, epoch)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    args = recipe.ImageOptions(lr=0.8, lr_decay=0.5, schedule=None)
+    rates = [recipe.learning_rate(args, epoch, 0, 10) for epoch in range(3)]
+    assert rates == pytest.approx([0.8, 0.4, 0.2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["train_ddp", "train_lightning"])
+def test_the_learning_rate_rises_and_falls_as_a_cosine(trainer, tmp_path):
+    """Step by step, also when the run is resumed, for which the number of epochs must stay."""
+    options = ["--schedule", "cosine", "--warmup", 0.25, "--lr", 0.1, "--out", "run", "--data", "digits"]
+    write_digits(tmp_path / "digits")
+    train(1, "--epochs", 2, *options, cwd=tmp_path, trainer=trainer)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
+    steps = max(found)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    expected = get_cosine_schedule_with_warmup(optimizer, round(0.25 * steps), steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        expected.step()
+    means = {step: sum(rates[step - 2 : step]) / 2 for step in range(2, steps + 1, 2)}  # of a line
+    assert found == pytest.approx(means, rel=1e-6)
+    whole = result(tmp_path / "run")["weights_sha256"]
+    (tmp_path / "run/checkpoints/epoch-0002.pt").unlink()
+    (tmp_path / "run/result.json").unlink()
+    refused = run(1, trainer, "--epochs", 3, *options, "--resume", "run", cwd=tmp_path)
+    assert refused.returncode == 2 and "--epochs 3 instead of 2" in refused.stderr
+    train(1, "--epochs", 2, *options, "--resume", "run", cwd=tmp_path, trainer=trainer)
+    assert result(tmp_path / "run")["weights_sha256"] == whole
 
 
 @pytest.mark.slow
@@ -501,7 +528,7 @@ def test_the_options_of_horovod(runs, sif, tmp_path):
 
 
 def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
-    args = HorovodOptions(lr=0.8, lr_decay=0.5, warmup_epochs=2)
+    args = HorovodOptions(lr=0.8, lr_decay=0.5, warmup_epochs=2, schedule=None)
     rates = [learning_rate(step, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) for step in range(40)]
     assert (
         rates[0] == pytest.approx(0.2) and rates[10] == pytest.approx(0.5) and rates[20] == pytest.approx(0.8)
@@ -510,6 +537,9 @@ def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
     assert rates[29] == pytest.approx(0.8) and rates[30] == rates[39] == pytest.approx(0.4)
     args.warmup_epochs = 0
     assert learning_rate(0, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) == 0.8
+    args.schedule, args.warmup, args.epochs = "cosine", 0.5, 2
+    rates = [learning_rate(step, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) for step in (0, 10, 15)]
+    assert rates == pytest.approx([0, 0.8, 0.4])
 
 
 def test_the_ranks_of_horovod_share_each_batch_of_a_step_evenly():
@@ -577,6 +607,17 @@ BAD_INPUT = [
         ["train_lightning", "--num-nodes", "2"],
         2,
         "--num-nodes 2, but without a launcher there is 1 rank on 1 node: make them equal",
+    ),
+    (
+        ["train_ddp", "--schedule", "cosine", "--lr-decay", "1"],
+        2,
+        "--lr-decay is not for --schedule cosine",
+    ),
+    (["train_ddp", "--warmup", "0.1"], 2, "--warmup needs --schedule cosine"),
+    (
+        ["train_horovod", "--schedule", "cosine", "--warmup-epochs", "1"],
+        2,
+        "--warmup-epochs is not for --schedule cosine",
     ),
     (["train_horovod", "--warmup-epochs", "-1"], 2, "--warmup-epochs -1 is below zero"),
     (

@@ -14,7 +14,15 @@ from hpctrain.nlp.data.splits import refuse_pointers
 from hpctrain.nlp.models.scratch import SIZES
 from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.task import Task
-from hpctrain.parser import Parser, add_device, add_kernels, add_precision, positive, trainer_parser
+from hpctrain.parser import (
+    Parser,
+    add_device,
+    add_kernels,
+    add_precision,
+    fraction,
+    positive,
+    trainer_parser,
+)
 from hpctrain.training.batches import check_batch_size
 
 # A model from scratch needs a higher learning rate; the small sample data need many steps.
@@ -81,14 +89,6 @@ def non_negative(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative: give 0 or more")
-    return value
-
-
-def fraction(text: str) -> float:
-    """An argparse type."""
-    value = float(text)
-    if not 0 <= value <= 1:  # also refuses NaN
-        raise argparse.ArgumentTypeError(f"{text} is not a fraction: give a number from 0 to 1")
     return value
 
 

@@ -154,6 +154,7 @@ class Record:
         epochs: int | None,
         model: torch.nn.Module,
         *entries: str,
+        fixed: bool = False,
     ) -> dict[str, Any] | None:
         """The state to resume from, on every rank, or None if the run is new. A collective call.
 
@@ -193,7 +194,7 @@ class Record:
         self._means.load(position.means[self.world.rank] if as_many else mean_over_ranks(position.means))
         self._started = time.monotonic() - position.seconds
         if epochs is not None:
-            self.limit_epochs(epochs)
+            self.limit_epochs(epochs, fixed=fixed)
         return state
 
     @property

@@ -18,8 +18,9 @@ from torch.optim import SGD, Adam, Optimizer
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.parser import Parser, add_kernels, add_precision, positive, trainer_parser
+from hpctrain.parser import Parser, add_kernels, add_precision, fraction, positive, trainer_parser
 from hpctrain.run import flops
+from hpctrain.training import schedule
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
 from hpctrain.training.run import Run
 from hpctrain.vision import data
@@ -68,6 +69,8 @@ class ImageOptions(argparse.Namespace):
     batch_size: int
     lr: float
     lr_decay: float
+    schedule: str | None
+    warmup: float | None
     seed: int
     precision: str
     tf32: str | None
@@ -123,6 +126,18 @@ def vision_parser(trainer: str, description: str) -> Parser:
         metavar="FACTOR",
         help=f"factor on the learning rate after each epoch (default: {default('lr_decay')})",
     )
+    add(
+        "--schedule",
+        choices=["cosine"],
+        help="instead of --lr-decay, let the learning rate fall from --lr to 0 as a cosine, step by step",
+    )
+    add(
+        "--warmup",
+        type=fraction,
+        metavar="FRACTION",
+        help="with --schedule: fraction of all steps in which the learning rate first rises to --lr "
+        "(default: 0)",
+    )
     add_precision(parser, "fp32")
     add(
         "--fast-kernels", action="store_true",
@@ -136,6 +151,10 @@ def vision_parser(trainer: str, description: str) -> Parser:
 def parse(parser: Parser, arguments: list[str], options: Options) -> Options:
     """Parse into `options`; missing values come from the model's recipe. Raises UsageError."""
     args: Options = parser.parse_args(arguments, options)
+    if args.schedule and args.lr_decay:
+        raise UsageError(f"--lr-decay is not for --schedule {args.schedule}: leave out one")
+    if args.warmup is not None and not args.schedule:
+        raise UsageError("--warmup needs --schedule cosine: add it, or leave --warmup out")
     for name in ("epochs", "batch_size", "lr", "lr_decay"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(RECIPES[args.model], name))
@@ -219,10 +238,16 @@ def make_optimizer(args: ImageOptions, parameters: Iterable[nn.Parameter], preci
     return make(parameters, lr=args.lr, **({"fused": True} if is_fused else {}))
 
 
-def set_learning_rate(optimizer: Optimizer, args: ImageOptions, epoch: int) -> None:
-    """Set the learning rate of an epoch, counted from 0. Resuming needs no state of a scheduler."""
+def learning_rate(args: ImageOptions, epoch: int, step: int, steps: int) -> float:
+    """The rate of a step of the whole training; an epoch has `steps` steps. Both are counted from 0."""
+    if args.schedule:
+        return args.lr * schedule.cosine(step, args.epochs * steps, args.warmup or 0.0)
+    return args.lr * args.lr_decay**epoch
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = args.lr * args.lr_decay**epoch
+        group["lr"] = lr
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ def main(world: World, arguments: list[str], trainer: str = "train_ddp", prune: 
     args = parse(arguments, world, trainer)
     with process_group(world, choose_device(world, args.device)):
         training_set, test_set = recipe.load_data(args, world)
-        steps_per_epoch(len(training_set), args.batch_size, world)  # refuses too few before a folder exists
+        steps = steps_per_epoch(len(training_set), args.batch_size, world)  # or refuses too few examples
         with Run(trainer, prune=prune, **vars(args)) as run:
             model = recipe.build_model(
                 args, training_set, run.device, sharded=args.strategy == "fsdp" and world.size > 1
@@ -63,14 +63,15 @@ def main(world: World, arguments: list[str], trainer: str = "train_ddp", prune: 
             optimizer = recipe.make_optimizer(args, parallel.parameters(), run.precision)
             run.track(model=parallel, optimizer=optimizer)
 
-            for epoch in run.epochs(args.epochs):
-                recipe.set_learning_rate(optimizer, args, epoch - 1)
+            for epoch in run.epochs(args.epochs, fixed=bool(args.schedule)):
                 for images, labels in run.batches(training_set, args.batch_size):
+                    lr = recipe.learning_rate(args, epoch - 1, run.global_step, steps)
+                    recipe.set_learning_rate(optimizer, lr)
                     with run.autocast():
                         loss = cross_entropy(parallel(images), labels)
                     run.backward(loss)  # meanwhile, the strategy averages the gradients over all ranks
                     run.update(optimizer)  # a step of the optimizer, and zero_grad()
-                    run.step(loss, learning_rate=optimizer.param_groups[0]["lr"])
+                    run.step(loss, learning_rate=lr)
                 run.score(**recipe.evaluate(model, test_set, args, run))
 
 

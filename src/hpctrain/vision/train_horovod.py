@@ -63,11 +63,10 @@ def main(world: World, arguments: list[str], prune: Prune | None = None) -> None
             )
             run.track(model=model, optimizer=optimizer)
 
-            for _ in run.epochs(args.epochs):
+            for _ in run.epochs(args.epochs, fixed=bool(args.schedule)):
                 for images, labels in run.batches(training_set, batch_size, accumulate=parts):
                     lr = learning_rate(run.global_step, steps, world, args)
-                    for group in optimizer.param_groups:
-                        group["lr"] = lr
+                    recipe.set_learning_rate(optimizer, lr)
                     with run.autocast():
                         loss = cross_entropy(model(images), labels)
                     run.backward(loss)  # the last part of a batch starts the all-reduces of the gradients
@@ -80,8 +79,10 @@ def learning_rate(step: int, steps: int, world: World, args: HorovodOptions) -> 
     """The learning rate of a step, counted from 0 over the whole training; an epoch has `steps` steps.
 
     The rate rises linearly from --lr / world.size to --lr over the first --warmup-epochs. After these it
-    decays with each epoch.
+    decays with each epoch. With --schedule it is that of all trainers.
     """
+    if args.schedule:
+        return recipe.learning_rate(args, step // steps, step, steps)
     warmup = args.warmup_epochs * steps
     if step < warmup:
         first = args.lr / world.size
@@ -125,4 +126,6 @@ def parse(arguments: list[str], world: World) -> HorovodOptions:
     check_batch_size(args.batch_size, world)
     if args.warmup_epochs < 0:
         raise UsageError(f"--warmup-epochs {args.warmup_epochs} is below zero: use 0 or more")
+    if args.warmup_epochs and args.schedule:
+        raise UsageError(f"--warmup-epochs is not for --schedule {args.schedule}: use --warmup instead")
     return args

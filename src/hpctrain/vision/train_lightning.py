@@ -114,8 +114,10 @@ class Classifier(LightningModule):
         return data.to_images(pixels, self.args.image_size), labels
 
     def on_train_batch_start(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Set the learning rate of the epoch: Lightning has no on_train_epoch_start() in a resumed epoch."""
-        recipe.set_learning_rate(self.trainer.optimizers[0], self.args, self.current_epoch)
+        """Set the learning rate of the step."""
+        steps = self.trainer.num_training_batches
+        lr = recipe.learning_rate(self.args, self.current_epoch, self.trainer.global_step, int(steps))
+        recipe.set_learning_rate(self.trainer.optimizers[0], lr)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The mean loss over a batch."""
@@ -203,6 +205,7 @@ def main(world: World, arguments: list[str], prune: Prune | None = None) -> None
             name="train_lightning",
             monitor="test_accuracy",
             model=module.net,
+            fixed_epochs=bool(args.schedule),
         )
         plugins: list[Any] = [WorldEnvironment(world)]
         if args.precision == "fp16":  # for precision="16-mixed", Lightning would compute in bf16 on a CPU

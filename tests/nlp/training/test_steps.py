@@ -1,28 +1,15 @@
-"""The learning rate, the optimizer and the clipping of a fine-tuning, beside transformers and plain torch."""
+"""The optimizer and the clipping of a fine-tuning, beside transformers and plain torch."""
 
 import json
-from types import SimpleNamespace
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import get_linear_schedule_with_warmup
 
 from hpctrain.nlp.tasks import classify
-from hpctrain.nlp.training.steps import Steps, learning_rate
+from hpctrain.nlp.training.steps import Steps
 from tests.nlp.helpers import NO_DROPOUT, SHAPE, train
-
-
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.1), (7, 0), (10, 0.1), (23, 0.3), (40, 1)])
-def test_the_learning_rate_is_that_of_transformers(steps, warmup):
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=2e-3)
-    schedule = get_linear_schedule_with_warmup(optimizer, round(warmup * steps), steps)
-    for step in range(steps):
-        found = learning_rate(step, steps, SimpleNamespace(lr=2e-3, warmup=warmup))
-        assert found == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12), step
-        optimizer.step()
-        schedule.step()
 
 
 def test_the_weights_are_those_of_a_loop_of_plain_torch(tmp_path, monkeypatch):

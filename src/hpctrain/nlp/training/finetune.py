@@ -47,11 +47,12 @@ from hpctrain.nlp.parser import check_ranks, parse_options
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.training.result import save_result
 from hpctrain.nlp.training.step_graphs import StepGraphs, check_layers
-from hpctrain.nlp.training.steps import Steps, learning_rate, make_optimizer
+from hpctrain.nlp.training.steps import Steps, make_optimizer
 from hpctrain.nlp.training.tokenize import tokenize_splits
 from hpctrain.run.flops import count_text_flops
 from hpctrain.run.options import DATA, Prune
 from hpctrain.text import counted, one_line, say
+from hpctrain.training import schedule
 from hpctrain.training.batches import seed_step, steps_per_epoch
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
 from hpctrain.training.precision import HALVES, choose_precision
@@ -230,7 +231,7 @@ def train(task: Task, steps: Steps, texts: TrainingTexts, args: FineTuneOptions,
 
     for _ in run.epochs(args.epochs, fixed=True):
         for batch in run.batches(texts, args.batch_size, accumulate=args.accumulate, order=order):
-            lr = learning_rate(run.global_step, total, args)
+            lr = args.lr * schedule.linear(run.global_step, total, args.warmup)
             for parameters in optimizer.param_groups:
                 parameters["lr"] = lr
             seed_step(args.seed, run.epoch, batch.number, group)  # a group of ranks has the same dropout

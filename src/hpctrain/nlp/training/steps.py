@@ -158,19 +158,6 @@ def make_optimizer(model: PreTrainedModel, lr: float) -> Optimizer:
     return AdamW(groups, lr=lr, fused=True)
 
 
-def learning_rate(step: int, steps: int, args: FineTuneOptions) -> float:
-    """The rate of a step, counted from 0, of all steps: it rises linearly to its peak, then falls to 0.
-
-    It depends on the options and the number of the step alone. A scheduler would be restored with the rates
-    of the checkpoint, also where --force changes them.
-    """
-    warmup = round(args.warmup * steps)
-    # as transformers' get_linear_schedule_with_warmup()
-    if step < warmup:
-        return args.lr * (step / warmup)
-    return args.lr * max(0.0, (steps - step) / max(1, steps - warmup))
-
-
 def compute_weighted_loss(logits: Tensor, batch: TextBatch, class_weights: Tensor) -> Tensor:
     """The mean over the labels of a batch of their cross entropy, each times the weight of its class.
 
