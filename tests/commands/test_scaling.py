@@ -1,6 +1,7 @@
 """launch/scaling.sh and hpctrain scaling."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import asdict
@@ -16,16 +17,19 @@ from tests.helpers import run_command, write_digits
 SCRIPT = REPOSITORY / "launch/scaling.sh"
 
 
-def write_run(folder, ranks, speed, launcher="slurm", batch_size=64, trainer="train_ddp"):
-    run = folder / f"{launcher}-{ranks}"
+def write_run(
+    folder, ranks, speed, launcher="slurm", batch_size=64, trainer="train_ddp", strategy="ddp", **more
+):
+    run = folder / f"{launcher}-{ranks}{strategy.removeprefix('ddp')}"
     run.mkdir(parents=True)
     world = asdict(World(0, ranks, 0, min(ranks, 4), 0, -(-ranks // 4), launcher))
+    options = {"batch_size": batch_size, "strategy": strategy}
     (run / "config.json").write_text(
-        json.dumps({"trainer": trainer, "options": {"batch_size": batch_size}, "world": world})
+        json.dumps({"trainer": trainer, "options": options, "world": world, **more})
     )
     if speed:
         (run / "result.json").write_text(
-            json.dumps({"speed": {"step_ms_p50": 10.0, "examples_per_s": speed}})
+            json.dumps({"speed": {"step_ms_p50": 10.0, "examples_per_s": speed}, "seconds": 1e4 / speed})
         )
 
 
@@ -42,8 +46,39 @@ def test_efficiency_is_against_the_fewest_ranks_of_a_launcher(tmp_path, capsys):
         "slurm-8: left out, as it has no result yet" in said
         and "strong scaling: 64 examples in a step" in said
     )
-    assert said.splitlines()[-2].split() == ["srun", "16", "4", "64", "10", "800", "4", "50.0%"]
+    assert said.splitlines()[-2].split() == [
+        "ddp",
+        "srun",
+        "4",
+        "16",
+        "16",
+        "64",
+        "10",
+        "800",
+        "4",
+        "50.0%",
+        "12.5",
+    ]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+def test_the_table_of_strategies_of_a_tutorial(tmp_path, capsys):
+    """DataParallel, one rank on four GPUs, has the efficiency of four, beside the run on one GPU."""
+    write_run(tmp_path, 1, 100.0, "single")
+    write_run(tmp_path, 1, 320.0, "single", strategy="dp", devices=4)
+    write_run(tmp_path, 4, 380.0, "torchrun")
+    write_run(tmp_path, 8, 720.0, "torchrun")
+    scaling.main(ALONE, [str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()[1:-1]
+    columns = [0, 1, 2, 4, 8, 9, 10]
+    cells = [[re.split(r"  +", line.strip())[column] for column in columns] for line in lines]
+    assert cells == [
+        ["STRATEGY", "LAUNCHER", "NODES", "DEVICES", "SPEEDUP", "EFFICIENCY", "RUNTIME (S)"],
+        ["ddp", "single", "1", "1", "1", "100.0%", "100"],
+        ["ddp", "torchrun", "1", "4", "3.8", "95.0%", "26.32"],
+        ["ddp", "torchrun", "2", "8", "7.2", "90.0%", "13.89"],
+        ["dp", "single", "1", "4", "3.2", "80.0%", "31.25"],
+    ]
 
 
 def test_what_kind_of_scaling_it_is(tmp_path):
@@ -51,7 +86,7 @@ def test_what_kind_of_scaling_it_is(tmp_path):
         write_run(tmp_path / kind, ranks, 10.0, batch_size=batch_size)
     assert (
         scaling.describe(scaling.read_rows(tmp_path / "weak"))
-        == "weak scaling: 8 examples in a step of a rank"
+        == "weak scaling: 8 examples in a step of a device"
     )
     assert scaling.describe(scaling.read_rows(tmp_path / "mixed")) == "different batch sizes"
     with pytest.raises(HpctrainError, match="/nothing"):

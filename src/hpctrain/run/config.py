@@ -50,6 +50,7 @@ def write_config(
         "options": as_json(options),
         "command": sys.argv,
         "world": asdict(world),
+        "devices": count_devices(world, options, device),
         "job": job_id(),
         "launch": launch_id(),
         "host": platform.node(),
@@ -72,6 +73,12 @@ def write_config(
             say(f"hpctrain: {path} is damaged: kept as {aside.name}, and written anew")
         write_json(path, config)
     return path
+
+
+def count_devices(world: World, options: Mapping[str, Any], device: torch.device) -> int:
+    """How many GPUs, or CPU ranks, a run computes on: one a rank, but with DataParallel all that it sees."""
+    is_parallel = options.get("strategy") == "dp" and device.type == "cuda"
+    return world.size * (torch.cuda.device_count() if is_parallel else 1)
 
 
 def _path(folder: Path, number: int) -> Path:

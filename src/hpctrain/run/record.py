@@ -37,6 +37,7 @@ from hpctrain.run.charts import try_to_plot
 from hpctrain.run.config import (
     add_image_digest,
     add_resumption,
+    count_devices,
     describe_changes,
     write_config,
     write_json,
@@ -561,7 +562,8 @@ class Record:
         if self._flops and "examples_per_s" in speed:
             name = torch.cuda.get_device_name(self.device)
             precision = self._options.others.get("precision", "fp32")
-            flops_per_s = speed["examples_per_s"] * self._flops / self.world.size
+            devices = count_devices(self.world, self._options.others, self.device)
+            flops_per_s = speed["examples_per_s"] * self._flops / devices
             speed |= utilization(flops_per_s, name, precision)
         speed |= most
         values = plain_numbers(values)
