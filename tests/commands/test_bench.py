@@ -7,13 +7,15 @@ import re
 import pytest
 import torch
 
-from hpctrain.commands import bench
+from hpctrain.commands import bench, bench_layernorm, rounds
+from hpctrain.distributed.world import ALONE, World
+from hpctrain.errors import HpctrainError, UsageError
 from tests.launch.helpers import HOME, job
 from tests.tools import warm_start
 
 
 def short_rounds():
-    bench.ROUND_SECONDS = 0.01
+    rounds.ROUND_SECONDS = 0.01
 
 
 def run(tmp_path, ranks, *arguments, setup=short_rounds):
@@ -133,6 +135,37 @@ def test_invalid_input_is_one_line(tmp_path, ranks, arguments, message):
     errors = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: error")]
     assert done.returncode != 0 and len(errors) == 1 and message in errors[0], done.stderr
     assert "Traceback" not in done.stderr
+
+
+LAYERNORM = ["layernorm", "--device", "cpu", "--shapes", "64x32", "8x16", "--dtypes", "fp32", "bf16"]
+
+
+@pytest.mark.slow  # it draws
+def test_layernorm(tmp_path, monkeypatch, capsys):
+    """A row for each type and shape, of which both kinds give the same values."""
+    monkeypatch.setattr(rounds, "ROUND_SECONDS", 0.001)
+    bench.main(ALONE, [*LAYERNORM, "--out", str(tmp_path / "out")])
+    rows = json.loads((tmp_path / "out/bench.json").read_text())["results"]
+    assert [(row["dtype"], row["rows"], row["features"]) for row in rows] == [
+        ("fp32", 64, 32), ("fp32", 8, 16), ("bf16", 64, 32), ("bf16", 8, 16),
+    ]  # fmt: skip
+    assert all(row["fused_seconds"] > 0 and row["composed_seconds"] > 0 for row in rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["DTYPE", "SHAPE", "FUSED", "(MS)", "COMPOSED", "(MS)", "RATIO"]
+    assert [line.split()[:2] for line in lines[2:4]] == [["fp32", "64x32"], ["fp32", "8x16"]]
+    assert (tmp_path / "out/bench.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(HpctrainError, match="holds a result already"):
+        bench.main(ALONE, [*LAYERNORM, "--out", str(tmp_path / "out")])
+
+
+def test_layernorm_that_is_wrong_or_measured_by_several(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="torchrun started 4"):
+        bench.main(World(0, 4, 0, 4, 0, 1, "torchrun"), LAYERNORM)
+    with pytest.raises(UsageError, match="'64' is not ROWSxFEATURES"):
+        bench.main(ALONE, ["layernorm", "--shapes", "64"])
+    monkeypatch.setitem(bench_layernorm.KINDS, "fused", lambda values, weight, bias: values)
+    with pytest.raises(HpctrainError, match="64x32 in fp32 differs"):
+        bench.main(ALONE, [*LAYERNORM, "--out", str(tmp_path / "other")])
 
 
 @pytest.mark.slow

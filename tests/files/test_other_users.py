@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoints import checkpoint
-from hpctrain.commands import bench
+from hpctrain.commands import rounds
 from hpctrain.commands.add import failed_import
 from hpctrain.commands.sweep import sweep
 from hpctrain.distributed.python import SAFE_PYTHON
@@ -100,7 +100,7 @@ def test_a_run_folder_that_another_user_foresaw_is_refused(tmp_path, monkeypatch
         pass
     Path("runs/train").rename("runs/bench")
     with pytest.raises(HpctrainError, match="another user"):
-        bench.prepare(Path("runs/bench/48"), foreseen=True)
+        rounds.prepare(Path("runs/bench/48"), foreseen=True)
     assert not list((tmp_path / "precious").iterdir())
 
 
@@ -168,7 +168,10 @@ def test_a_new_folder_that_another_user_exchanges_is_left(tmp_path, monkeypatch,
     with pytest.raises(HpctrainError, match=r"run: .*another"):
         Record(ALONE, "mine", RunOptions(out=folder), torch.device("cpu"))
     if not first_file:
-        for make_folder in (Tunnel("serve", folder).__enter__, lambda: bench.prepare(folder, foreseen=False)):
+        for make_folder in (
+            Tunnel("serve", folder).__enter__,
+            lambda: rounds.prepare(folder, foreseen=False),
+        ):
             shutil.rmtree(folder)
             shutil.rmtree(tmp_path / "away")
             with pytest.raises(HpctrainError, match=r"run: .*another"):

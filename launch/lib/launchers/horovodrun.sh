@@ -27,9 +27,10 @@ launch_with_horovodrun() {
 # find_interface: print the network interface of this node that has the address MASTER_ADDR, or from which
 # this node of the job reaches it
 find_interface() {
-    local address machine=${SLURMD_NODENAME:-$(uname -n)}
+    local address here=${SLURMD_NODENAME:-$(uname -n)}
+    here=${here%%.*}
     address=$(getent ahostsv4 "$MASTER_ADDR" | awk '{ print $1; exit }')
-    if is_one_of "${machine%%.*}" "${HOSTS[0]%%.*}" || ! is_one_of "${machine%%.*}" "${JOB_HOSTS[@]%%.*}"; then
+    if is_one_of "$here" "${HOSTS[0]%%.*}" || ! is_one_of "$here" "${JOB_HOSTS[@]%%.*}"; then
         ip -o -4 address show | awk -v a="$address" 'index($4, a "/") == 1 { print $2; exit }'
     else
         ip -o -4 route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p'

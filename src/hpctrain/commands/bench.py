@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpctrain.commands import bench_layernorm, rounds
 from hpctrain.distributed.device import choose_device, free_memory
 from hpctrain.distributed.horovod import horovod
 from hpctrain.distributed.mpi import mpi_library, mpi_name
@@ -33,7 +33,6 @@ from hpctrain.distributed.rendezvous import all_or_none, gather, process_group
 from hpctrain.distributed.world import World, job_id
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.files.trust import make_private_folder
 from hpctrain.parser import Parser, add_device
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, save_picture
 from hpctrain.run.config import versions
@@ -51,7 +50,6 @@ POINT_TO_POINT = "point-to-point"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 STEP = 4  # from a size to the next one
 BETWEEN_NODES = 2**24  # bytes: large enough for the bandwidth, and small enough to ask every node
-ROUNDS, ROUND_SECONDS, MAX_CALLS = 3, 0.2, 200
 
 # Makes an exchange of so many floats, which returns what arrived, [groups, floats of each]: see expected().
 Maker = Callable[..., Callable[[], Tensor]]
@@ -60,6 +58,9 @@ Maker = Callable[..., Callable[[], Tensor]]
 def main(world: World, arguments: list[str]) -> None:
     """Print a line for each operation and size, on rank 0. Raises HpctrainError if a value arrives wrong."""
     args = parser().parse_args(arguments)
+    if args.what == "layernorm":
+        bench_layernorm.run(world, args)
+        return
     if world.size == 1:
         raise UsageError(
             "hpctrain bench: one rank has nobody to exchange data with: start it with a launch script"
@@ -71,7 +72,7 @@ def main(world: World, arguments: list[str]) -> None:
         folder = args.out or Path("runs/bench") / job_id()
         with all_or_none(world):
             if world.rank == 0:
-                prepare(folder, foreseen=not args.out)
+                rounds.prepare(folder, foreseen=not args.out)
         name, makers = stack.enter_context(BACKENDS[args.backend](world, device))
         try:
             measure(world, device, args, name, makers, folder)
@@ -80,18 +81,6 @@ def main(world: World, arguments: list[str]) -> None:
                 f"rank {world.rank} on {os.uname().nodename}: the exchange failed ({first_line(error)}): "
                 "look for the first error of another rank, and run hpctrain check"
             ) from error
-
-
-def prepare(folder: Path, *, foreseen: bool) -> None:
-    """Create the folder of the results. Raises HpctrainError if it has results or is another user's."""
-    try:
-        make_private_folder(folder, foreseen=foreseen)
-        if (folder / "bench.json").exists():
-            raise HpctrainError(f"{folder} holds a result already: give another --out")
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be created ({error.strerror}): name a folder you can write to by --out"
-        ) from error
 
 
 def measure(
@@ -114,7 +103,7 @@ def measure(
     results: list[dict[str, Any]] = []
     between: list[dict[str, Any]] = []
     title = f"{name}, {world.extent}"
-    show(world, f"{title}; time of the slowest rank, median of {ROUNDS} rounds")
+    show(world, f"{title}; time of the slowest rank, median of {rounds.ROUNDS} rounds")
     show(world, f"{'operation':15} {'bytes':>12} {'time (us)':>12} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}")
     for operation in chosen:
         for size in sizes(args.min_size, largest):
@@ -208,25 +197,15 @@ def check_values(world: World, operation: str, count: int, arrived: Tensor) -> N
 
 
 def time_calls(world: World, device: torch.device, call: Callable[[], object]) -> float:
-    """The seconds of a call: the median of ROUNDS, on the slowest rank. A collective call."""
+    """The seconds of a call: the median of the rounds, on the slowest rank. A collective call."""
 
     def seconds(calls: int) -> float:
-        synchronize(device)
+        rounds.synchronize(device)
         dist.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        synchronize(device)  # on a GPU, a call returns before it is done
-        return (time.perf_counter() - start) / calls
+        return rounds.mean_seconds(device, call, calls)
 
-    once = max(gather(world, seconds(1)))
-    calls = min(max(int(ROUND_SECONDS / once), 1), MAX_CALLS)
-    return max(gather(world, statistics.median(seconds(calls) for _ in range(ROUNDS))))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    calls = rounds.calls_of_round(max(gather(world, seconds(1))))
+    return max(gather(world, statistics.median(seconds(calls) for _ in range(rounds.ROUNDS))))
 
 
 # --- the backends: each yields its name, and a Maker for each operation ---
@@ -422,9 +401,18 @@ def size_in_bytes(text: str) -> int:
 
 def parser() -> Parser:
     parser = Parser(
-        prog="hpctrain bench", description="Measure how fast the ranks exchange data, by operation and size."
+        prog="hpctrain bench",
+        description="Measure how fast the ranks exchange data, by operation and size, or LayerNorm on one "
+        "device.",
     )
     add = parser.add_argument
+    add(
+        "what",
+        nargs="?",
+        choices=["network", "layernorm"],
+        default="network",
+        help="layernorm: as one fused kernel and as several, in one process (default: %(default)s)",
+    )
     add_device(parser)
     add(
         "--backend",
@@ -457,5 +445,21 @@ def parser() -> Parser:
         type=Path,
         metavar="FOLDER",
         help="folder for bench.json and bench.png (default: runs/bench/<job id>)",
+    )
+    add(
+        "--shapes",
+        nargs="+",
+        type=bench_layernorm.shape_of,
+        default=bench_layernorm.SHAPES,
+        metavar="ROWSxFEATURES",
+        help="of layernorm: sizes to measure (default: "
+        f"{' '.join(f'{rows}x{features}' for rows, features in bench_layernorm.SHAPES)})",
+    )
+    add(
+        "--dtypes",
+        nargs="+",
+        choices=[*bench_layernorm.DTYPES],
+        default=[*bench_layernorm.DTYPES],
+        help="of layernorm: types to measure (default: all)",
     )
     return parser
