@@ -27,7 +27,7 @@ COMMANDS_OF_HPCTRAIN = [command for command in OURS if command.startswith("hpctr
 
 
 def test_each_tutorial_has_a_table():
-    assert len(re.findall(r"^## ", PAGE, re.M)) == 6 and len(LAUNCHED) > 20 and len(COMMANDS_OF_HPCTRAIN) > 3
+    assert len(re.findall(r"^## ", PAGE, re.M)) == 7 and len(LAUNCHED) > 20 and len(COMMANDS_OF_HPCTRAIN) > 3
     for word in ("sbatch", "salloc", "qsub"):
         assert any(word in command for command in LAUNCHED)
 
