@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -29,10 +30,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.entry import print_errors_in_one_line
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, gather, main_address
-from hpctrain.distributed.world import World, detect, job_id, restart_count
+from hpctrain.distributed.world import World, detect, job_id, restart_count, torchrun_restarts
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files.trust import make_private_folder
-from hpctrain.hooks import count_ranks
+from hpctrain.hooks import count_ranks, is_child_of_rank
 from hpctrain.run.config import write_json
 from hpctrain.run.options import RunOptions
 from hpctrain.run.owner import launch_id
@@ -583,10 +584,10 @@ class JobFolder(RunFolder):
             kind = "trainer" if JobFolder._fits == 1 else f"trainer-{JobFolder._fits}"
             folder = Path("runs", kind, job)
             config, last = read_record(folder / "config.json"), read_record(folder / ATTEMPT)
-            is_of_torchrun = last.get("launch") == launch_id()
-            is_of_earlier_attempt = restart_count() > 0 or CONTINUES in os.environ
-            is_of_earlier_attempt &= last.get("attempt") != _attempt() and config.get("command") == sys.argv
-            if not config or is_of_torchrun or is_of_earlier_attempt:
+            goes_on = torchrun_restarts() and last.get("launch") == launch_id()
+            if restart_count() > 0 or CONTINUES in os.environ:
+                goes_on |= last.get("attempt") != _attempt()
+            if not config or (goes_on and config.get("command") == sys.argv):
                 own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed())
                 seed = config.get("options", {}).get("seed", own)
                 return str(folder), seed, checkpoint.has_complete(folder)
@@ -602,6 +603,8 @@ class JobFolder(RunFolder):
     def _check_trainer(self, trainer: Trainer, module: LightningModule) -> None:
         if any(handler not in (signal.SIG_DFL, signal.SIG_IGN) for handler in self._handlers.values()):
             raise UsageError("its script has a handler for SIGUSR1 or SIGTERM, which gets the signal")
+        if is_child_of_rank() or threading.current_thread() is not threading.main_thread():
+            raise UsageError("it is in a thread, or in a process that a rank has started")
         if trainer.world_size != count_ranks():
             raise UsageError(f"it has {trainer.world_size} of the job's {count_ranks()} ranks")
         super()._check_trainer(trainer, module)

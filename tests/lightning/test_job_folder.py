@@ -218,6 +218,7 @@ CASES = {
     "folder": ("runs/trainer/7 cannot be written on ", {}, {}, foreign_file),
     "stream": ("not from this DataLoader", {}, {}, None),
     "ranks": ("1 of the job's 2 ranks", {}, {}, None),
+    "child": ("a process that a rank has started", {}, {}, None),
     "RunFolder": ("", {"enable_checkpointing": True}, {}, None),
 }
 
@@ -230,6 +231,8 @@ def test_a_trainer_that_cannot_go_on_trains_as_without_it(start, tmp_path, monke
     trainer = make_trainer(*([RunFolder("mine")] if name == "RunFolder" else []), **options)
     if name == "ranks":
         monkeypatch.setattr("hpctrain.lightning.count_ranks", lambda: 2)
+    if name == "child":
+        monkeypatch.setattr("hpctrain.lightning.is_child_of_rank", lambda: True)
     data = Stream() if name == "stream" else torch.ones(32, 4)
     trainer.fit(Sum(**of_module), DataLoader(data, batch_size=4))
     assert trainer.current_epoch > 0 and not any(isinstance(each, JobFolder) for each in trainer.callbacks)
@@ -252,6 +255,7 @@ STARTS = {
     ),
     "a loop of one command": (ONCE[0] + ONCE[1], [1, 2, 1, 2]),
     "torchrun starts the ranks again": ([(0, "a", "x", 2), (0, "a", "x", 2)], [1, 2, 1, 2]),
+    "two scripts of one launch": ([(0, "a", "x", 1), (0, "a", "y", 1)], [1, 2]),
     "a job of the same number": (ONCE[0], [1, 2]),
 }
 
@@ -261,7 +265,7 @@ def test_a_call_of_fit_finds_its_folder_again(start, name):
     starts, numbers = STARTS[name]
     chosen = []
     for restart, launch, command, fits in starts:
-        start(restart, launch, ("train.py", command))
+        start(restart, launch, ("train.py", command), TORCHELASTIC_MAX_RESTARTS="1")
         for _ in range(fits):
             JobFolder._fits += 1
             folder = Path(JobFolder()._choose()[0])
