@@ -107,7 +107,10 @@ drop_isolation_settings() {
 # Those of pip install --user are for it, too.
 separate_host_variables() {
     local entry entries kept=''
-    drop LD_PRELOAD LD_AUDIT PYTHONHOME
+    [[ -z ${PYTHONUSERBASE:-} ]] ||
+        say "warning: the image does not read PYTHONUSERBASE, $PYTHONUSERBASE, where pip install --user" \
+            "puts packages: install them with hpctrain add into a folder that HPCTRAIN_PACKAGES names"
+    drop LD_PRELOAD LD_AUDIT PYTHONHOME PYTHONUSERBASE
     export PYTHONNOUSERSITE=1
     [[ -n ${PYTHONPATH:-} ]] || return 0
     IFS=: read -r -d '' -a entries < <(printf '%s:\0' "$PYTHONPATH") || true

@@ -175,6 +175,20 @@ def test_singularity_passes_on_pythonpath(shell):
     assert what_a_rank_got(log)[2].get("PYTHONPATH") == f"{shell.top}/own", log
 
 
+def test_packages_of_pip_install_user_are_told_where_to_go(shell):
+    """They were installed for the image, as NERSC's tutorial says, and ignored without a word."""
+    log = start(shell, "apptainer_ddp.sh", PYTHONUSERBASE="/global/u/me/env")
+    told = [line for line in log.splitlines() if line.startswith("hpctrain: warning: ")]
+    assert len(told) == 1, log
+    for word in ("PYTHONUSERBASE", "/global/u/me/env", "hpctrain add", "HPCTRAIN_PACKAGES"):
+        assert word in told[0]
+    assert "PYTHONUSERBASE" not in what_a_rank_got(log)[2]
+    assert "PYTHONUSERBASE=/e" in "".join(
+        f"{name}={value} "
+        for name, value in what_a_rank_got(start(shell, "modules_ddp.sh", PYTHONUSERBASE="/e"))[2].items()
+    )
+
+
 @pytest.mark.parametrize("spread", ["3,1", "2(x2),1"])
 def test_nodes_with_different_numbers_of_tasks_are_refused(shell, spread):
     """sbatch --nodes=3 --ntasks=5 started six ranks."""
