@@ -38,6 +38,23 @@ def test_what_is_saved_is_loaded(run):
     assert torch.load(path)["epoch"] == 1  # a plain file of torch.save()
 
 
+def test_a_file_that_is_read_back_otherwise_is_no_checkpoint(run, monkeypatch):
+    earlier = save(run, 1)
+    monkeypatch.setattr(checkpoint, "is_intact", lambda path: False)
+    with pytest.raises(HpctrainError, match=r"epoch-0002\.pt.*read back"):
+        save(run, 2)
+    assert [*(run / "checkpoints").iterdir()] == [earlier]
+
+
+def test_an_optimizer_keeps_the_kernels_of_this_device():
+    """A run may have moved to another: the saved choice is that of the other one."""
+    weights = torch.nn.Parameter(torch.ones(2))
+    saved = torch.optim.AdamW([weights], lr=0.5, fused=False).state_dict()
+    optimizer = torch.optim.AdamW([weights], lr=0.1, fused=True)
+    checkpoint.load_optimizer(optimizer, saved, "x")
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["fused"]) == (0.5, True)
+
+
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "pipe"])
 def test_a_corrupt_checkpoint_is_skipped(run, harm, capsys):
     good, bad = save(run, 1), save(run, 2)

@@ -586,10 +586,23 @@ def train_simply(run, epochs=1, data=None, *, at_step=nothing, after=nothing, en
             break
 
 
+def test_a_run_goes_on_with_its_own_options_alone(tmp_path):
+    with open_run(tmp_path / "run", lr=0.1) as run:
+        train_simply(run)
+    (tmp_path / "run/result.json").unlink()
+    with pytest.raises(UsageError, match="--lr"), open_run(tmp_path / "run", lr=0.2) as run:
+        train_simply(run, epochs=2)
+    with open_run(tmp_path / "run", lr=0.1) as run:
+        train_simply(run, epochs=2)
+    assert result_of(tmp_path / "run")["epochs"] == 2
+
+
 def test_a_step_whose_gradients_are_not_finite_is_skipped(tmp_path):
     with open_run(tmp_path / "run", on_nan="skip") as run:
         train_simply(run, data=Spoiled())
     assert result_of(tmp_path / "run")["skipped_steps"] == 1
+    saved = checkpoint.load(checkpoint.find_newest(tmp_path / "run"), torch.device("cpu"))
+    assert saved["skipped"] == 1  # for a resume
     message = "train_loss is nan at epoch 1, step .*, since step . on rank 0 with the training examples .*7"
     with pytest.raises(HpctrainError, match=message), open_run(tmp_path / "stop") as run:
         train_simply(run, data=Spoiled())
