@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.files.trust import refuse_changeable, refuse_links_out
+from hpctrain.files.trust import is_own, refuse_changeable, refuse_links_out
 
 
 def test_what_others_can_change_is_no_cache(tmp_path, monkeypatch):
@@ -21,6 +21,7 @@ def test_what_others_can_change_is_no_cache(tmp_path, monkeypatch):
         path.chmod(0o700)
     link = tmp_path / "link"
     link.symlink_to(own)
+    assert is_own(own) and not is_own(link) and not is_own(tmp_path / "missing")
     with pytest.raises(HpctrainError, match=r"link.*move it"):
         refuse_changeable(link, advice="move it")
     monkeypatch.setattr(

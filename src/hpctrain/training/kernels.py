@@ -45,10 +45,13 @@ def check_compiler(rank: int = 0) -> None:
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8))
     except Exception as error:  # the class depends on what is missing
-        raise HpctrainError(
-            f"--compile: torch cannot compile here ({first_line(error)}): it needs g++ and the headers of "
-            "Python, which the CUDA images have and the CPU image has not; add them, or leave --compile out"
-        ) from error
+        cause = (
+            "it needs g++ and the headers of Python, which the CUDA images have and the CPU image has not; "
+            "add them, or leave --compile out"
+        )
+        if " " in torch.__file__:
+            cause = f"g++ gets {torch.__path__[0]} as two words; move this Python to a path without a space"
+        raise HpctrainError(f"--compile: torch cannot compile here ({first_line(error)}): {cause}") from error
     if rank == 0:
         print("--compile: kernels are made at the first step, which may take minutes", flush=True)
 
