@@ -567,15 +567,16 @@ class JobFolder(RunFolder):
         JobFolder._fits += 1
         if not self._may_go_on(trainer, partial(self._check_trainer, trainer, module)):
             return
-        folder, seed, resumes = broadcast(self._world, self._choose() if self._world.rank == 0 else None)
-        self._options, self._seed_of_run = replace(self._options, out=folder, resume="auto"), seed
+        chosen = broadcast(self._world, self._choose() if self._world.rank == 0 else None)
+        folder, JobFolder._fits, self._seed_of_run, resumes = chosen
+        self._options = replace(self._options, out=folder, resume="auto")
         if resumes:
             self._begin(trainer, module)
             # Lightning has no public way to give a checkpoint to a fit() that has begun.
             trainer._checkpoint_connector._restore_modules_and_callbacks(self._run.resume_from)
 
-    def _choose(self) -> tuple[str, int, bool]:
-        """The folder of this call of fit(), the seed of its run, and whether that has a checkpoint.
+    def _choose(self) -> tuple[str, int, int, bool]:
+        """The folder of this call of fit(), its number, the seed of its run, and whether it has a checkpoint.
 
         A batch script of the user's may call launch scripts several times, and does so again after a requeue.
         """
@@ -590,7 +591,7 @@ class JobFolder(RunFolder):
             if not config or (goes_on and config.get("command") == sys.argv):
                 own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed())
                 seed = config.get("options", {}).get("seed", own)
-                return str(folder), seed, checkpoint.has_complete(folder)
+                return str(folder), JobFolder._fits, seed, checkpoint.has_complete(folder)
             JobFolder._fits += 1
 
     def _begin(self, trainer: Trainer, module: LightningModule) -> None:
