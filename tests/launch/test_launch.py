@@ -207,7 +207,8 @@ def write_tutorials(work, times=1):
     """Write that, with each example so many times."""
     (work / "MNIST").mkdir(parents=True)
     digits, _ = load_digits()
-    many = replace(digits, pixels=digits.pixels.repeat(times, 1, 1), labels=digits.labels.repeat(times))
+    pixels, labels = digits.pixels[:128].repeat(times, 1, 1), digits.labels[:128].repeat(times)
+    many = replace(digits, pixels=pixels, labels=labels)
     write_images(work / "MNIST/raw", (many, digits), 128 * times, 16)
     reviews = [f"{n}\t{'재미있는 영화' if n % 2 else '지루한 영화'} {n}\t{n % 2}" for n in range(32)]
     rows = ["id\tdocument\tlabel", *reviews]
