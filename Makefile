@@ -7,6 +7,7 @@ NAME := $(FLAVOR)$(if $(filter-out openmpi,$(MPI)),-$(MPI))
 ROOTFS := build/cluster/rootfs
 TAR := build/hpctrain-$(NAME).tar
 SIF := hpctrain-$(NAME).sif
+SQSH := $(SIF:.sif=.sqsh)
 RECIPE := containers/Dockerfile containers/check_image.sh pyproject.toml LICENSE \
     $(wildcard containers/install/* containers/locks/* containers/patches/*)
 BUILD_SCRIPTS := containers/build_image.sh containers/build_base.sh containers/build_functions.sh \
@@ -26,7 +27,7 @@ HOST_PACKAGES = curl python3 $(if $(APPTAINER),mmdebstrap) \
 BEGAN := $(shell date +%s)
 
 .PHONY: help address docs demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak mutants .room .no-apptainer .prefix \
-    .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check audit clean
+    .test-tools lint benchmark image base sif sqsh push sif-from-def sbom verify reproduce venv cluster lock lock-check audit clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -139,6 +140,8 @@ image: $(TAR)  ## build the image with docker, podman or buildah; FLAVOR=cu130, 
 
 sif: $(NO_APPTAINER) $(SIF)  ## build hpctrain-cpu.sif from the image
 
+sqsh: $(NO_APPTAINER) $(SQSH)  ## make hpctrain-cpu.sqsh from the SIF, for Pyxis and enroot
+
 sif-from-def: $(NO_APPTAINER) $(APPTAINER)  ## build hpctrain-cpu.sif from apptainer/hpctrain.def, without docker, podman or buildah
 	@containers/install_host_packages.sh curl python3
 	apptainer/build_sif.sh --from def --flavor $(FLAVOR) --mpi $(MPI)
@@ -199,8 +202,8 @@ audit: venv  ## list the packages in locks that have a known hole, by osv.dev
 		    $$(grep -ohE 'CVE-[0-9]+-[0-9]+' containers/patches/*.patch | sort -u | sed 's/^/--ignore-vuln /') || status=1; \
 	done; exit $$status
 
-clean:  ## remove build/, .venv and the SIF of FLAVOR that make has built, but not runs/
-	rm -rf --one-file-system build $(SIF) $(SIF).digest $(and $(wildcard .venv/ready .venv.unfinished),.venv .venv.unfinished)
+clean:  ## remove build/, .venv and the SIF and squashfs file of FLAVOR that make has built, but not runs/
+	rm -rf --one-file-system build $(SIF) $(SIF).digest $(SQSH) $(SQSH).digest $(and $(wildcard .venv/ready .venv.unfinished),.venv .venv.unfinished)
 
 $(TAR): $(RECIPE) $(PACKAGE) $(BUILD_SCRIPTS)
 	@containers/install_host_packages.sh $(HOST_PACKAGES)
@@ -211,6 +214,9 @@ build/base-bookworm.tar: containers/build_base.sh
 
 $(SIF): $(TAR) apptainer/build_sif.sh apptainer/hpctrain.def | $(APPTAINER)
 	apptainer/build_sif.sh --from image --flavor $(FLAVOR) --mpi $(MPI)
+
+$(SQSH): $(SIF) containers/build_sqsh.sh | $(APPTAINER)
+	containers/build_sqsh.sh --flavor $(FLAVOR) --mpi $(MPI)
 
 $(ROOTFS)/etc/hpctrain-rootfs: cluster/build_rootfs.sh
 	@containers/install_host_packages.sh mmdebstrap

@@ -331,6 +331,33 @@ def load_for_podman_hpc(cluster: Cluster, tar: Path) -> dict[str, str]:
     return env
 
 
+def unpack_for_pyxis(cluster: Cluster, sif: Path) -> None:
+    """Put NAME.sqsh of a SIF and its content where the stand-in for Pyxis looks: /project, /project/unpacked.
+
+    Both are kept for other and later clusters of this machine.
+    """
+    image = BUILD / f"pyxis/{sif.stem}.sqsh"
+    content = image.parent / "unpacked"
+    image.parent.mkdir(exist_ok=True)
+    make, made_from = REPOSITORY / "containers/build_sqsh.sh", [sif, REPOSITORY / "containers/build_sqsh.sh"]
+    with image.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not content.exists() or content.stat().st_mtime < max(path.stat().st_mtime for path in made_from):
+            subprocess.run([make, "--output", image], check=True)
+            shutil.rmtree(content, ignore_errors=True)
+            part = content.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            # enroot unpacks an image as its user
+            unpack = f"unsquashfs -quiet -no-progress -dest /unpacked/{image.name} /image.sqsh >/dev/null"
+            unpack += " && chown -Rh 1000:1000 /unpacked"
+            binds = ["-b", f"{image}:/image.sqsh", "-b", f"{part}:/unpacked"]
+            subprocess.run([CLUSTER_SH, "run", *binds, "--", "sh", "-c", unpack], check=True)
+            part.rename(content)
+        names = [image, image.with_suffix(".sqsh.digest"), content]
+        subprocess.run(["cp", "-al", *names, cluster.host_path("/project")], check=True)
+
+
 def _field(name: str, shown: str) -> str:
     """One field of `scontrol show job`; only StdOut, which has a line of its own, can contain spaces.
 

@@ -31,7 +31,9 @@ for _folder in "$(dirname "$(readlink -f "$_of")")" "${SLURM_SUBMIT_DIR:-${PBS_O
     _of=/proc/$$ # the user's
 done
 [[ -r $_main ]] ||
-    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' \
+        ${PYXIS_CONTAINER_IMAGE:+"(and unset PYXIS_CONTAINER_IMAGE: this script enters the image itself)"} \
+        >&2 && exit 2; }
 # shellcheck source=/dev/null
 source "$_main"
 

@@ -194,6 +194,18 @@ def podman_image(site: Cluster) -> dict[str, str]:
     return slurm_cluster.load_for_podman_hpc(site, IMAGE_TAR)
 
 
+@pytest.fixture(scope="session")
+def pyxis(site: Cluster, sif: Path) -> dict[str, str]:
+    """The variables by which jobs run in the image with the stand-in for Pyxis."""
+    slurm_cluster.unpack_for_pyxis(site, sif)
+    return {
+        "PATH": "/opt/standins/pyxis:/usr/local/bin:/usr/bin:/bin",
+        "UNPACKED_IMAGES": "/project/unpacked",
+        "HPCTRAIN_RUNTIME": "pyxis",
+        "HPCTRAIN_IMAGE": f"/project/{sif.stem}.sqsh",
+    }
+
+
 @pytest.fixture
 def check_table(request: pytest.FixtureRequest) -> Callable[[Path, str, list[str]], None]:
     """Compare the table after a comment of a page with what a test saw; with --write-table, write it."""

@@ -1,6 +1,6 @@
 #!/bin/bash
 # package.sh PREFIX SOURCE: install hpctrain itself from the folder SOURCE (pyproject.toml, LICENSE, src/)
-# into PREFIX, and write the versions of all packages to PREFIX/versions.json.
+# into PREFIX, write the versions of all packages to PREFIX/versions.json, and let login shells find PREFIX.
 #   DESTDIR=FOLDER  write below FOLDER instead of /, for a layer that holds hpctrain and nothing else
 #   REVISION=COMMIT the commit of the source, for versions.json
 
@@ -35,6 +35,10 @@ HOME=$home PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$site "$prefix/bin/python" -m hp
     --write "$root$prefix" ||
     die "the shell completion could not be made; see above"
 rm -rf "$home"
+
+# In a login shell, by which enroot enters an image, Debian's /etc/profile sets PATH anew.
+mkdir -p "$root/etc/profile.d"
+echo "PATH=$prefix/bin:\$PATH" >"$root/etc/profile.d/hpctrain.sh"
 
 PYTHONPATH=$site "$prefix/bin/python" - >"$root$prefix/versions.json" <<'PY'
 import importlib.metadata

@@ -104,6 +104,7 @@ is_in_step() {
 # keep_own_slurm_variables: unset Slurm's variables that are not this job's
 keep_own_slurm_variables() {
     local name restarts
+    drop 'PYXIS_*' # every step would be in that image
     # The number of a mask is right in one step alone.
     [[ ! -v SLURM_CPU_BIND_TYPE && ${SLURM_CPU_BIND:-} != *@(mask|map)* ]] || drop 'SLURM_CPU_BIND*'
     # What Slurm sets in some jobs only may be of another one.

@@ -19,6 +19,9 @@ use_launcher() {
     # shellcheck source=/dev/null
     source "$ROOT/launch/lib/launchers/$1.sh"
     "launch_with_$1" "${@:2}"
+    [[ -z $SRUN_ENTERS || ${LAUNCH[0]} == srun ]] ||
+        die "with HPCTRAIN_RUNTIME=$RUNTIME only srun enters the image, and $1 would start the ranks here:" \
+            "let srun start them, or set another runtime"
 }
 
 # ---- what several launchers use ----

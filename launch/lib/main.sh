@@ -102,7 +102,7 @@ launch() {
     set_command
     [[ -z ${OPTION[dry-run]:-} ]] || { print_commands && exit; }
     [[ -z ${OPTION[broadcast]:-} ]] || broadcast_sif
-    [[ -z $DIGEST_PENDING ]] || hash_in_background "$SIF"
+    [[ -z $DIGEST_PENDING ]] || hash_in_background "$HPCTRAIN_IMAGE"
     [[ -z ${HPCTRAIN_NODE_CONTAINER:-} || -z ${HPCTRAIN_CONTROL:-} ]] || CLEAN_UP+=(remove_node_containers)
     [[ -n ${HPCTRAIN_CONTROL:-} ]] || ((${#CLEAN_UP[@]})) || [[ -n $MPI_HINT ]] || exec "${COMMAND[@]}"
     trap clean_up EXIT

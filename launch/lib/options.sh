@@ -57,7 +57,8 @@ list_names() {
 # Three words for each variable that the user may set, in the same way.
 SETTINGS=(
     HPCTRAIN_IMAGE '!(modules_ddp.sh)'
-    'the image: a SIF or a sandbox folder; for podman-hpc and shifter a name'
+    'the image: a SIF or a sandbox folder; for podman-hpc and shifter a name; for pyxis a .sqsh
+    file, or a name'
 
     HPCTRAIN_FLAVOR '!(modules_ddp.sh)'
     'the flavor of the default image: hpctrain-FLAVOR.sif or hpctrain:FLAVOR (default cpu)'

@@ -347,6 +347,8 @@ conclude() {
     elif ((restarts)) && option=$(find_earlier_checkpoint); then
         resumable=1
     fi
+    # There is no squeue inside, so each SIGTERM to a task may have been that of a preemption.
+    [[ -z $SRUN_ENTERS || -n $STOPPING ]] || is_preempted || rm -f "$HPCTRAIN_CONTROL/stop"
     ! has_waited_in_vain || status=0 # all ranks have ended so
     if has_stopped; then
         stopped=1 status=75 # for Slurm or PBS the job has completed only if it has no work left

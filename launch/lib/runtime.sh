@@ -11,10 +11,12 @@
 #   HPCTRAIN_CONTAINER_VARIABLES  variables that the runtime sets inside and that are wrong on another node
 #   HPCTRAIN_NODE_CONTAINER       not empty: the tasks of a node may share a container (node_container.sh)
 #   HPCTRAIN_END_TASK             a command that ends what survives the process that enters the image
+#   SRUN_ENTERS                   not empty: STEP_OPTIONS let srun enter the image, and task.sh runs inside
 #   CLEAN_UP+=(FUNCTION)          ends the processes that outlive a failed job
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
+SRUN_ENTERS=''
 RUNTIMES=("$ROOT"/launch/lib/runtimes/*.sh)
 RUNTIMES=("${RUNTIMES[@]##*/}")
 RUNTIMES=("${RUNTIMES[@]%.sh}")
@@ -87,6 +89,25 @@ check_flavor() {
         die "HPCTRAIN_FLAVOR is '$HPCTRAIN_FLAVOR': choose one of ${known[*]}"
 }
 
+# find_image KIND: set HPCTRAIN_IMAGE to a file, by default one that ends with this, or say how to make it
+find_image() {
+    local make="make $1"
+    [[ -z ${HPCTRAIN_IMAGE:-} || -e $HPCTRAIN_IMAGE ]] ||
+        die "$HPCTRAIN_IMAGE: no such image: set HPCTRAIN_IMAGE to yours," \
+            "or unset it for hpctrain-$HPCTRAIN_FLAVOR.$1"
+    if [[ -z $OWN_FLAVOR ]] && _hpctrain_has_one_image "$ROOT"; then
+        HPCTRAIN_FLAVOR=$(echo "$ROOT"/hpctrain-*.sif)
+        HPCTRAIN_FLAVOR=${HPCTRAIN_FLAVOR##*/hpctrain-}
+        HPCTRAIN_FLAVOR=${HPCTRAIN_FLAVOR%.sif}
+    fi
+    : "${HPCTRAIN_IMAGE:=$ROOT/hpctrain-$HPCTRAIN_FLAVOR.$1}"
+    [[ ! -e $HPCTRAIN_IMAGE ]] || return 0
+    check_flavor
+    [[ ${HPCTRAIN_FLAVOR%-mpich} == cpu ]] || make+=" FLAVOR=${HPCTRAIN_FLAVOR%-mpich}"
+    [[ $HPCTRAIN_FLAVOR != *-mpich ]] || make+=' MPI=mpich'
+    die "$HPCTRAIN_IMAGE: no such image: run $make, or set HPCTRAIN_IMAGE to yours"
+}
+
 # check_driver: die if the driver of this node is too old for the image, going by the image's name
 check_driver() {
     local name=${HPCTRAIN_IMAGE##*/} driver oldest
@@ -101,6 +122,15 @@ check_driver() {
     ((BASH_REMATCH[1] < 525)) || advice='take the image cu128, which needs 525 (HPCTRAIN_FLAVOR=cu128)'
     ((BASH_REMATCH[1] >= oldest)) ||
         die "$HPCTRAIN_IMAGE needs NVIDIA's driver $oldest or newer, and $(hostname) has $driver: $advice"
+}
+
+# in_image WORD...: run these words in the image, on a node of the job
+in_image() {
+    if [[ -n $SRUN_ENTERS ]]; then
+        "${SIDE_STEP[@]}" --nodes=1 --ntasks=1 --quiet "${STEP_OPTIONS[@]}" "$@"
+    else
+        "${CONTAINER[@]}" ${SIF:+"$SIF"} "$@"
+    fi
 }
 
 # find_folders_to_bind: fill BINDS with folders of the host, as PATH or TARGET:PATH, so that a path of the

@@ -195,6 +195,11 @@ def test_nothing_is_left_of_the_build(image):
     assert len(compiled) > 5000 and bytecode <= compiled and len(compiled - bytecode) <= 1
 
 
+def test_a_login_shell_finds_the_commands_of_the_image(image):
+    """enroot starts one, in which Debian's /etc/profile sets PATH anew, and reads what is in this folder."""
+    assert image.files["/etc/profile.d/hpctrain.sh"].text == b"PATH=/opt/hpctrain/bin:$PATH\n"
+
+
 def test_python_trusts_the_bytecode_of_its_library(cluster):
     """It names no time, because all files of an image get another one."""
     code = (

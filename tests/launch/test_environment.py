@@ -1,7 +1,7 @@
 """What of a user's shell reaches every rank: variables, paths and what Slurm granted.
 
 By the shipped scripts, with every launcher (srun, torchrun, mpirun, horovodrun, PBS) and runtime (apptainer,
-podman-hpc, bare). With --write-table the tests write the table of docs/reference/environment.md.
+podman-hpc, bare, pyxis). With --write-table the tests write the table of docs/reference/environment.md.
 """
 
 import json
@@ -12,13 +12,18 @@ import pytest
 from slurm_cluster import REPOSITORY
 
 from tests.launch.helpers import HOME, LAUNCHERS, SCRIPT, assert_ended, job, wait
-from tests.launch.test_matrix import RUNTIMES, script_of
+from tests.launch.test_matrix import OF_PYXIS, RUNTIMES, list_runtimes, script_of
 
 pytestmark = pytest.mark.slow
 
 PAGE = REPOSITORY / "docs/reference/environment.md"
 BEGIN = "<!-- what tests/launch/test_environment.py saw -->\n"
-ALL = [(launcher, runtime) for launcher in [*LAUNCHERS, "PBS"] for runtime in RUNTIMES]
+ALL = [
+    (launcher, runtime)
+    for launcher in [*LAUNCHERS, "PBS"]
+    for runtime in RUNTIMES
+    if runtime != "pyxis" or launcher in OF_PYXIS
+]
 MAIN_ROAD = pytest.mark.main_road("passes its arguments on unchanged")
 CELLS_OF_MAIN_ROAD = [("srun", "apptainer"), ("horovodrun", "podman-hpc"), ("PBS", "bare")]
 SHOW = """
@@ -88,7 +93,7 @@ def shell(cluster):
 
 
 @pytest.fixture(scope="module")
-def seen(cluster, shell, podman_image):
+def seen(cluster, shell, podman_image, request):
     """A function that runs a cell once; it returns what each rank saw, and the log."""
     cells: dict[tuple[str, str], tuple[list[dict], str]] = {}
 
@@ -97,6 +102,7 @@ def seen(cluster, shell, podman_image):
             name = re.sub(r"\W+", "-", f"{launcher}-{runtime}")
             cluster.exec("login", "install", "-d", "-o", "alice", f"/project/lustre/alice/job/{name}")
             env = shell | HOSTILE | RUNTIMES[runtime] | {"SQUASH_DIR": f"{podman_image['SCRATCH']}/storage"}
+            env |= request.getfixturevalue("pyxis") if runtime == "pyxis" else {}
             paths = ["/scratch/alice/src", "/project/lustre/alice/src", "/var/tmp/alice", "/var/spool/alice"]
             words = ["show.py", name, *paths]
             cwd = "/scratch/alice/job"
@@ -164,9 +170,10 @@ def test_the_table_of_the_page_is_what_was_seen(seen, check_table):
             good = [
                 runtime
                 for runtime in RUNTIMES
-                if all(holds(rank, VARIABLES)[row] for rank in seen(launcher, runtime)[0])
+                if (launcher, runtime) in ALL
+                and all(holds(rank, VARIABLES)[row] for rank in seen(launcher, runtime)[0])
             ]
-            cells.append("all three" if len(good) == len(RUNTIMES) else ", ".join(good) or "none")
+            cells.append(list_runtimes(good, launcher))
         lines.append(f"| {text} | {' | '.join(cells)} |")
     check_table(PAGE, BEGIN, lines)
 

@@ -461,6 +461,24 @@ def test_horovodrun_enters_shifter_on_the_other_node(cluster):
     assert_ended(wait(cluster, number), "COMPLETED", "check passed: 2 ranks on 2 hosts (horovodrun)")
 
 
+def test_pyxis(cluster, pyxis):
+    """With a stand-in, as Pyxis is not available here. It would end a step for a folder that a node lacks."""
+    cluster.exec("n1", "install", "-d", "/opt/of-n1")
+    env = pyxis | {"HPCTRAIN_BIND": "/opt/of-n1"}
+    done = job(cluster, "check", options=ONE_EACH, script="launch/apptainer_mpi.sh", env=env)
+    output = assert_ended(done, "COMPLETED")
+    assert "check passed: 2 ranks on 2 hosts" in output and "no /opt/of-n1, because n2 has none" in output
+    for node in ("n1", "n2"):
+        left = "ls -A /tmp/enroot-data-1000; ls -d /tmp/hpctrain-control.*"
+        assert cluster.exec(node, "sh", "-c", left, user="alice", check=False).stdout == "", output
+
+
+def test_a_job_in_another_runtime_while_pyxis_would_put_each_step_in_an_image(cluster, pyxis):
+    env = pyxis | {"PYXIS_CONTAINER_IMAGE": pyxis["HPCTRAIN_IMAGE"]} | NO_CONTAINER
+    done = job(cluster, "check", options=ONE_EACH, env=env)
+    assert_ended(done, "COMPLETED", "check passed: 2 ranks", "the ranks: PYXIS_CONTAINER_IMAGE")
+
+
 @pytest.mark.main_road
 def test_nothing_is_left_of_any_job(cluster):
     """The last test on the cluster. It finds processes by their command lines, not by their variables."""

@@ -22,7 +22,16 @@ TRAINERS = ["train_ddp", "train_lightning", "train_horovod"]
 # the scripts of srun that name their runtime
 OF_RUNTIME = {"podman-hpc": ["launch/podman_hpc_ddp.sh"], "bare": ["launch/modules_ddp.sh"]}
 RUNTIMES = {"apptainer": {}, "podman-hpc": {"HPCTRAIN_RUNTIME": "podman-hpc"}, "bare": NO_CONTAINER}
-CELLS = [(launcher, runtime, t) for launcher in LAUNCHERS for runtime in RUNTIMES for t in TRAINERS]
+RUNTIMES["pyxis"] = {}  # the fixture of this name has them
+# Without srun nothing enters the image.
+OF_PYXIS = ("srun", "torchrun", "srun + PMI")
+CELLS = [
+    (launcher, runtime, trainer)
+    for launcher in LAUNCHERS
+    for runtime in RUNTIMES
+    for trainer in TRAINERS
+    if runtime != "pyxis" or launcher in OF_PYXIS
+]
 # Cells of make test: each launcher with apptainer, and each runtime with srun.
 MAIN_ROAD = {
     ("srun", "apptainer", "train_ddp"): pytest.mark.main_road("| `apptainer_ddp.sh` |"),
@@ -44,6 +53,12 @@ IN_FLIGHT = 2
 BEGIN = "<!-- what tests/launch/test_matrix.py saw pass -->\n"
 
 
+def list_runtimes(good: list[str], launcher: str) -> str:
+    """The text of a cell of a table: the runtimes in which something holds."""
+    known = [runtime for runtime in RUNTIMES if runtime != "pyxis" or launcher in OF_PYXIS]
+    return f"all {'four' if len(known) == 4 else 'three'}" if good == known else ", ".join(good) or "none"
+
+
 def script_of(launcher: str, runtime: str) -> list[str]:
     """The launch script of a cell, and its options."""
     return OF_RUNTIME.get(runtime, LAUNCHERS[launcher]) if launcher == "srun" else LAUNCHERS[launcher]
@@ -52,9 +67,9 @@ def script_of(launcher: str, runtime: str) -> list[str]:
 class Cells:
     """Runs each cell once. `ahead` submits the next cells while a test waits for another one."""
 
-    def __init__(self, cluster: Cluster, podman_image: dict[str, str]) -> None:
+    def __init__(self, cluster: Cluster, podman_image: dict[str, str], pyxis: dict[str, str]) -> None:
         self._cluster = cluster
-        self._podman_image = podman_image
+        self._env = {"podman-hpc": podman_image, "pyxis": pyxis}
         self._jobs: dict[tuple, tuple[int, str]] = {}
         self._runs: dict[tuple, Path | str] = {}
 
@@ -78,7 +93,8 @@ class Cells:
         self, launcher: str, runtime: str, trainer: str, fusion: bool = False, batch_size: int = 64
     ) -> tuple[int, str]:
         script = script_of(launcher, runtime)
-        env = RUNTIMES[runtime] | self._podman_image | ({} if fusion else {"HOROVOD_FUSION_THRESHOLD": "0"})
+        env = RUNTIMES[runtime] | self._env.get(runtime, {})
+        env |= {} if fusion else {"HOROVOD_FUSION_THRESHOLD": "0"}
         name = "runs/matrix/" + re.sub(r"\W+", "-", f"{launcher}-{runtime}-{trainer}-{fusion}-{batch_size}")
         # five steps
         options = ["--data", "digits", "--epochs", "1", "--batch-size", str(batch_size), "--out", name]
@@ -86,9 +102,9 @@ class Cells:
 
 
 @pytest.fixture(scope="module")
-def cell(cluster, podman_image):
+def cell(cluster, podman_image, pyxis):
     """A function that runs one cell, once, and gives its run folder."""
-    return Cells(cluster, podman_image)
+    return Cells(cluster, podman_image, pyxis)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +163,7 @@ def test_the_table_of_the_readme_is_what_passed(cell, check_table):
     for trainer in TRAINERS:
         cells = []
         for launcher in LAUNCHERS:
-            same = [r for r in RUNTIMES if mark[launcher, r, trainer] == (reference[trainer] or "none")]
-            cells.append("all three" if len(same) == len(RUNTIMES) else ", ".join(same))
+            same = [r for r in RUNTIMES if mark.get((launcher, r, trainer)) == (reference[trainer] or "none")]
+            cells.append(list_runtimes(same, launcher))
         lines.append(f"| `{trainer}` | {' | '.join(cells)} |")
     check_table(REPOSITORY / "docs/reference/testing.md", BEGIN, lines)

@@ -230,11 +230,24 @@ def weights_and_steps(run):
     return result(run)["weights_sha256"], [json.loads(line)["step"] for line in lines]
 
 
-@pytest.mark.main_road("when a rank or a node dies, Slurm requeues the job and it resumes")
-def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(cluster, tmp_path):
+@pytest.mark.parametrize(
+    "runtime",
+    [
+        pytest.param(
+            "apptainer",
+            marks=pytest.mark.main_road("when a rank or a node dies, Slurm requeues the job and it resumes"),
+        ),
+        "pyxis",
+    ],
+)
+def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(
+    cluster, tmp_path, runtime, request
+):
     """In the image, with 4 ranks: asked to stop within an epoch, and later a rank is killed."""
+    env = request.getfixturevalue("pyxis") if runtime == "pyxis" else {}
     command = ["train_ddp", "--data=digits", "--epochs=20", "--checkpoint-every=1s", "--out"]
-    number = cluster.submit(HERE, SCRIPT, *command, "runs/disturbed", cwd=HOME)
+    run = f"runs/disturbed-{runtime}"
+    number = cluster.submit(HERE, SCRIPT, *command, run, cwd=HOME, env=env)
     events = []
 
     def disturb(line):
@@ -247,7 +260,7 @@ def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(clust
         if re.search(r"epoch \d+ step \d+ +test_loss", line) and events[-1:] == ["restart 1"]:
             wait_until_saved(cluster)
             events.append("kill")
-            signal_rank(cluster, "KILL", "train_ddp.*runs/disturbed")
+            signal_rank(cluster, "KILL", f"train_ddp.*{run}")
 
     ended, output = wait(cluster, number, on_line=disturb)
     events_of_run = ["stop", "restart 1", "kill", "restart 2"]
@@ -256,8 +269,7 @@ def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(clust
     ranks = warm_start.torchrun_ranks(4, [*command, str(tmp_path / "undisturbed")], dict(os.environ))
     whole = warm_start.run(ranks, folder(cluster, "."))
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    disturbed = folder(cluster, "runs/disturbed")
-    assert weights_and_steps(disturbed) == weights_and_steps(tmp_path / "undisturbed")
+    assert weights_and_steps(folder(cluster, run)) == weights_and_steps(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

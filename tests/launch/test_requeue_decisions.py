@@ -93,6 +93,13 @@ def test_the_nodes_are_cleaned_however_the_job_has_ended(conclude, tmp_path, sta
     assert done.returncode == status and (tmp_path / "stepped").exists(), done
 
 
+@pytest.mark.parametrize(("preempted", "requeued"), [("N/A", False), ("@1795176000", True)])
+def test_a_rank_that_was_killed_in_an_image_that_srun_has_entered(conclude, preempted, requeued):
+    """The tasks cannot ask Slurm why they got SIGTERM, and wrote `stop`: such a job started for ever."""
+    done = conclude(137, "stop", assignments="SCRIPT=x SRUN_ENTERS=1", PreemptTime=preempted)
+    assert done.returncode == 137 and ("requeue 7\n" in done.stdout) == requeued, done
+
+
 CHECKPOINT = "checkpoints/epoch-0001.pt"
 
 

@@ -226,6 +226,72 @@ def test_an_image_that_shifter_cannot_look_up(gateway, names):
     assert_refused(library("GPUS=0; use_runtime shifter", **env), *names)
 
 
+# ---- pyxis ----
+
+
+@pytest.fixture
+def with_pyxis(programs, tmp_path):
+    """Programs of a cluster whose srun has the options of Pyxis, and the shell of a job there."""
+    said = "case $1 in --help) echo --container-image ;; --mpi=list) echo none pmix ;; esac"
+    put(tmp_path, srun=said, enroot="echo 4.1.2")
+    for name in ("hpctrain.sqsh", "mine.sif"):
+        (tmp_path / name).touch()
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"}
+    env = {"HPCTRAIN_RUNTIME": "pyxis", "HPCTRAIN_IMAGE": "hpctrain.sqsh", "HPCTRAIN_CACHE": str(tmp_path)}
+    return programs | job | env
+
+
+def test_pyxis_gets_options_of_srun(with_pyxis, tmp_path):
+    """The image by its path, or it would be a name at Docker Hub, and the variables that beat the image's."""
+    env = with_pyxis | {"LANG": "C", "PYXIS_CONTAINER_IMAGE": "other", "ENROOT_MOUNT_HOME": "yes"}
+    done = dry_run("apptainer_ddp.sh", env, "check", cwd=tmp_path)
+    words = last_words(done)
+    options = dict(word.partition("=")[::2] for word in words if "container-" in word)
+    assert options["--container-image"] == f"{tmp_path}/hpctrain.sqsh", done
+    assert options["--container-workdir"] == str(tmp_path)
+    assert {"LANG", "PYTHONNOUSERSITE", "OMP_NUM_THREADS"} < {*options["--container-env"].split(",")}
+    assert {"PATH", "SLURM_JOB_ID"}.isdisjoint(options["--container-env"].split(","))
+    assert {"/tmp:/tmp", "/home:/home"} < {*options["--container-mounts"].split(",")}
+    assert words[words.index("srun", 1) + 1 :] == ["--", "python", "-m", "hpctrain", "check"]
+    assert "not passed on to the ranks: ENROOT_MOUNT_HOME,PYXIS_CONTAINER_IMAGE\n" in done.stdout
+    assert "runtime pyxis (enroot 4.1.2)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "names"),
+    [
+        ("local.sh", {}, ["torchrun", "HPCTRAIN_RUNTIME=pyxis", "srun"]),
+        ("apptainer_mpi.sh --mpi=mpirun", {}, ["mpirun", "HPCTRAIN_RUNTIME=pyxis", "srun"]),
+        ("apptainer_horovod.sh --launcher=horovodrun", {}, ["horovodrun", "HPCTRAIN_RUNTIME=pyxis", "srun"]),
+        ("pbs_ddp.sh", {"PBS_JOBID": "1"}, ["HPCTRAIN_RUNTIME", "no Slurm job"]),
+        ("jupyter.sh", {"PBS_JOBID": "1"}, ["HPCTRAIN_RUNTIME", "no Slurm job"]),
+        ("apptainer_ddp.sh", {"HPCTRAIN_IMAGE": "mine.sif"}, ["mine.sif", "make sqsh", "HPCTRAIN_IMAGE"]),
+        ("apptainer_ddp.sh", {"HPCTRAIN_IMAGE": "none.sqsh"}, ["none.sqsh", "hpctrain-cpu.sqsh"]),
+        ("apptainer_ddp.sh --broadcast", {}, ["--broadcast", "pyxis"]),
+    ],
+)
+def test_what_pyxis_cannot_do_is_one_line(with_pyxis, tmp_path, script, env, names):
+    env = with_pyxis | env
+    if "PBS_JOBID" in env:
+        env |= {"PBS_NODEFILE": f"{tmp_path}/nodes", "PBS_O_WORKDIR": str(tmp_path), "SLURM_JOB_ID": ""}
+    words = script.split()
+    # no dry run in a PBS job, where even that would not be right
+    dry = [] if "PBS_JOBID" in env else ["--dry-run"]
+    assert_refused(start(words[0], *words[1:], *dry, env=env, cwd=tmp_path), *names)
+
+
+def test_a_site_without_pyxis(with_pyxis, tmp_path):
+    put(tmp_path, srun="")
+    assert_refused(dry_run("apptainer_ddp.sh", with_pyxis, cwd=tmp_path), "--container-image", "Pyxis")
+
+
+def test_a_launch_script_in_an_image_names_the_variable_of_pyxis(tmp_path):
+    """sbatch runs the script itself there, without squeue, and without the folder of submission."""
+    copy = shutil.copy(LAUNCH / "apptainer_ddp.sh", tmp_path)
+    done = start(copy, env=BARE | {"PYXIS_CONTAINER_IMAGE": "x.sqsh"})
+    assert_refused(done, "HPCTRAIN_ROOT", "PYXIS_CONTAINER_IMAGE")
+
+
 # ---- adding a runtime and a launcher ----
 
 FORK_SCRIPT = r"""#!/bin/bash
@@ -277,7 +343,7 @@ def test_a_runtime_is_one_file_and_so_is_a_launcher(project):
         assert ranks == [line.format(rank) for rank in range(3)]
     for name in ("docker", "", "podman_hpc", "../launchers/srun", "none toy-box", "x\ny"):
         done = library(f"GPUS=0; use_runtime {shlex.quote(name)}", HPCTRAIN_ROOT=str(project))
-        known = "apptainer, none, podman-hpc or shifter"
+        known = "apptainer, none, podman-hpc, pyxis or shifter"
         assert_refused(done, "HPCTRAIN_RUNTIME", f"'{name.replace(chr(10), '?')}'", known)
 
 

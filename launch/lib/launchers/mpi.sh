@@ -5,7 +5,7 @@
 # launch_with_mpi HOW: mpirun, or srun with that PMI; "auto" or nothing: the PMI of the image's MPI library
 launch_with_mpi() {
     local how=${1:-${HPCTRAIN_MPI:-auto}} library offered
-    library=$("${CONTAINER[@]}" ${SIF:+"$SIF"} python -c '
+    library=$(in_image python -c '
 import sys
 sys.path[:] = filter(None, sys.path) # not the current folder
 import mpi4py

@@ -10,7 +10,7 @@ apptainer_command() {
         die "neither apptainer nor singularity is on the PATH of $(hostname):" \
             "load your site's module (HPCTRAIN_MODULES)," \
             "or export HPCTRAIN_RUNTIME=none to run without a container"
-    find_image
+    find_image sif
     RUNTIME_VERSION=$("$program" --version)
     CONTAINER=("${program##*/}" exec)
     # --nv goes before the image. Without a GPU it does nothing and says nothing.
@@ -40,23 +40,4 @@ apptainer_command() {
         HPCTRAIN_SLURM_VERSION=$(scontrol --version 2>/dev/null) || true
         export HPCTRAIN_SLURM_VERSION
     fi
-}
-
-# find_image: set HPCTRAIN_IMAGE, or say how to make the image that is missing
-find_image() {
-    local make='make sif'
-    [[ -z ${HPCTRAIN_IMAGE:-} || -e $HPCTRAIN_IMAGE ]] ||
-        die "$HPCTRAIN_IMAGE: no such image: set HPCTRAIN_IMAGE to yours," \
-            "or unset it for hpctrain-$HPCTRAIN_FLAVOR.sif"
-    if [[ -z $OWN_FLAVOR ]] && _hpctrain_has_one_image "$ROOT"; then
-        HPCTRAIN_FLAVOR=$(echo "$ROOT"/hpctrain-*.sif)
-        HPCTRAIN_FLAVOR=${HPCTRAIN_FLAVOR##*/hpctrain-}
-        HPCTRAIN_FLAVOR=${HPCTRAIN_FLAVOR%.sif}
-    fi
-    : "${HPCTRAIN_IMAGE:=$ROOT/hpctrain-$HPCTRAIN_FLAVOR.sif}"
-    [[ ! -e $HPCTRAIN_IMAGE ]] || return 0
-    check_flavor
-    [[ ${HPCTRAIN_FLAVOR%-mpich} == cpu ]] || make+=" FLAVOR=${HPCTRAIN_FLAVOR%-mpich}"
-    [[ $HPCTRAIN_FLAVOR != *-mpich ]] || make+=' MPI=mpich'
-    die "$HPCTRAIN_IMAGE: no such image: run $make, or set HPCTRAIN_IMAGE to yours"
 }
