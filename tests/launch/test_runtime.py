@@ -241,13 +241,16 @@ def with_pyxis(programs, tmp_path):
     return programs | job | env
 
 
-def test_pyxis_gets_options_of_srun(with_pyxis, tmp_path):
-    """The image by its path, or it would be a name at Docker Hub, and the variables that beat the image's."""
+@pytest.mark.parametrize("image", ["hpctrain.sqsh", "ghcr.io#me/hpctrain:cpu-0.1.0"])
+def test_pyxis_gets_options_of_srun(with_pyxis, tmp_path, image):
+    """A file by its path, or it would be a name at Docker Hub, and the variables that beat the image's."""
     env = with_pyxis | {"LANG": "C", "PYXIS_CONTAINER_IMAGE": "other", "ENROOT_MOUNT_HOME": "yes"}
+    env["HPCTRAIN_IMAGE"] = image
     done = dry_run("apptainer_ddp.sh", env, "check", cwd=tmp_path)
     words = last_words(done)
     options = dict(word.partition("=")[::2] for word in words if "container-" in word)
-    assert options["--container-image"] == f"{tmp_path}/hpctrain.sqsh", done
+    path = image if "#" in image else f"{tmp_path}/{image}"
+    assert options["--container-image"] == path, done
     assert options["--container-workdir"] == str(tmp_path)
     assert {"LANG", "PYTHONNOUSERSITE", "OMP_NUM_THREADS"} < {*options["--container-env"].split(",")}
     assert {"PATH", "SLURM_JOB_ID"}.isdisjoint(options["--container-env"].split(","))
