@@ -12,7 +12,7 @@ import pytest
 from slurm_cluster import REPOSITORY
 
 from tests.launch.helpers import HOME, LAUNCHERS, SCRIPT, assert_ended, job, wait
-from tests.launch.test_matrix import OF_PYXIS, RUNTIMES, list_runtimes, script_of
+from tests.launch.test_matrix import FIXTURES, OF_PYXIS, RUNTIMES, list_runtimes, script_of
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ def shell(cluster):
 
 
 @pytest.fixture(scope="module")
-def seen(cluster, shell, podman_image, request):
+def seen(cluster, shell, request):
     """A function that runs a cell once; it returns what each rank saw, and the log."""
     cells: dict[tuple[str, str], tuple[list[dict], str]] = {}
 
@@ -101,8 +101,11 @@ def seen(cluster, shell, podman_image, request):
         if (launcher, runtime) not in cells:
             name = re.sub(r"\W+", "-", f"{launcher}-{runtime}")
             cluster.exec("login", "install", "-d", "-o", "alice", f"/project/lustre/alice/job/{name}")
-            env = shell | HOSTILE | RUNTIMES[runtime] | {"SQUASH_DIR": f"{podman_image['SCRATCH']}/storage"}
-            env |= request.getfixturevalue("pyxis") if runtime == "pyxis" else {}
+            env = shell | HOSTILE | RUNTIMES[runtime]
+            if runtime in FIXTURES:
+                given = request.getfixturevalue(FIXTURES[runtime])
+                # podman-hpc has its images below SCRATCH, which this shell has set
+                env |= given if runtime == "pyxis" else {"SQUASH_DIR": f"{given['SCRATCH']}/storage"}
             paths = ["/scratch/alice/src", "/project/lustre/alice/src", "/var/tmp/alice", "/var/spool/alice"]
             words = ["show.py", name, *paths]
             cwd = "/scratch/alice/job"

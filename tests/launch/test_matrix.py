@@ -22,7 +22,9 @@ TRAINERS = ["train_ddp", "train_lightning", "train_horovod"]
 # the scripts of srun that name their runtime
 OF_RUNTIME = {"podman-hpc": ["launch/podman_hpc_ddp.sh"], "bare": ["launch/modules_ddp.sh"]}
 RUNTIMES = {"apptainer": {}, "podman-hpc": {"HPCTRAIN_RUNTIME": "podman-hpc"}, "bare": NO_CONTAINER}
-RUNTIMES["pyxis"] = {}  # the fixture of this name has them
+RUNTIMES["pyxis"] = {}
+# those that prepare the image, and give the variables that select it
+FIXTURES = {"podman-hpc": "podman_image", "pyxis": "pyxis"}
 # Without srun nothing enters the image.
 OF_PYXIS = ("srun", "torchrun", "srun + PMI")
 CELLS = [
@@ -67,9 +69,9 @@ def script_of(launcher: str, runtime: str) -> list[str]:
 class Cells:
     """Runs each cell once. `ahead` submits the next cells while a test waits for another one."""
 
-    def __init__(self, cluster: Cluster, podman_image: dict[str, str], pyxis: dict[str, str]) -> None:
+    def __init__(self, cluster: Cluster, request: pytest.FixtureRequest) -> None:
         self._cluster = cluster
-        self._env = {"podman-hpc": podman_image, "pyxis": pyxis}
+        self._request = request
         self._jobs: dict[tuple, tuple[int, str]] = {}
         self._runs: dict[tuple, Path | str] = {}
 
@@ -93,8 +95,10 @@ class Cells:
         self, launcher: str, runtime: str, trainer: str, fusion: bool = False, batch_size: int = 64
     ) -> tuple[int, str]:
         script = script_of(launcher, runtime)
-        env = RUNTIMES[runtime] | self._env.get(runtime, {})
-        env |= {} if fusion else {"HOROVOD_FUSION_THRESHOLD": "0"}
+        env = RUNTIMES[runtime]
+        if runtime in FIXTURES:  # which take a minute
+            env = env | self._request.getfixturevalue(FIXTURES[runtime])
+        env = env | ({} if fusion else {"HOROVOD_FUSION_THRESHOLD": "0"})
         name = "runs/matrix/" + re.sub(r"\W+", "-", f"{launcher}-{runtime}-{trainer}-{fusion}-{batch_size}")
         # five steps
         options = ["--data", "digits", "--epochs", "1", "--batch-size", str(batch_size), "--out", name]
@@ -102,9 +106,9 @@ class Cells:
 
 
 @pytest.fixture(scope="module")
-def cell(cluster, podman_image, pyxis):
+def cell(cluster, request):
     """A function that runs one cell, once, and gives its run folder."""
-    return Cells(cluster, podman_image, pyxis)
+    return Cells(cluster, request)
 
 
 @pytest.mark.parametrize(
