@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import shutil
 import threading
 
@@ -20,6 +21,21 @@ def test_the_lock_of_a_build_is_the_same_for_arm64():
     env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
     done = run_command([*check, "cu130-build"], cwd=REPOSITORY, env=env)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flavor", "versions"),
+    [
+        ("cpu", {"torch": "2.13.0+cpu", "torchaudio": ""}),
+        ("cu130", {"torch": "2.13.0", "torchaudio": "2.11.1"}),
+        ("cu128", {"torch": "2.10.0", "torchaudio": "2.10.0"}),
+    ],
+)
+def test_packages_of_tutorials_fit_the_torch_of_the_flavor(flavor, versions):
+    """torchaudio 2.11 is made for all later torch and for CUDA 13; beside torch for the CPU none loads."""
+    lock = (REPOSITORY / f"containers/locks/{flavor}.lock").read_text()
+    found = dict(re.findall(r"^([a-z-]+)==(\S+)", lock, re.M))
+    assert {name: found.get(name, "") for name in versions} == versions and "ruamel-yaml" in found
 
 
 def test_a_stale_lock_is_named(tmp_path):

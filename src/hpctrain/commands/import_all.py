@@ -33,7 +33,7 @@ def main(added: str) -> None:
     site.addsitedir(added)
     required = [line.replace('"', "'") for line in importlib.metadata.requires("hpctrain") or []]
     wanted = {re.split(r"[^\w.-]", line)[0].lower() for line in required if "extra == 'dev'" not in line}
-    wanted |= {"horovod", "hpctrain", "torchmetrics", "torchvision"}
+    wanted |= {"horovod", "hpctrain", "torchaudio", "torchmetrics", "torchvision"}
     modules = find_modules([path for path in sys.path if path != added], wanted)
     if "transformers" in modules:
         modules |= dict.fromkeys(
