@@ -451,8 +451,8 @@ def parser() -> Parser:
         nargs="+",
         type=bench_layernorm.shape_of,
         default=bench_layernorm.SHAPES,
-        metavar="ROWSxFEATURES",
-        help="of layernorm: sizes to measure (default: "
+        metavar="SIZE",
+        help="of layernorm: sizes to measure, as ROWSxFEATURES (default: "
         f"{' '.join(f'{rows}x{features}' for rows, features in bench_layernorm.SHAPES)})",
     )
     add(
