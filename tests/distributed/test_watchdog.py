@@ -242,14 +242,14 @@ def test_without_other_ranks_or_with_0_there_is_no_thread(tmp_path):
     assert threading.active_count() == before
 
 
-def test_the_line_is_that_of_the_project():
+def test_the_line_is_that_of_the_script():
     lines = []
 
     def ask():
         lines.append(describe_line(threading.get_ident()))
 
     ask()
-    assert re.fullmatch(r"watchdog.py:\d+ describe_line\(\)", lines[0])
+    assert re.fullmatch(r"test_watchdog.py:\d+ describe_line\(\)", lines[0])  # the function called
     assert describe_line(-1) == "its end"
     # a thread that waits in a part of Python without a file
     began, go_on = threading.Event(), threading.Event()

@@ -1013,6 +1013,49 @@ def test_two_ranks(tmp_path):
     assert "run folder" not in outputs[1]
 
 
+APART = """
+import sys; sys.path[:0] = [sys.argv[1]]
+import hpctrain
+from tests.training.test_run import Points, evaluate, train_simply
+
+def use(number, after=lambda run: None, within=lambda run: None):
+    try:
+        with hpctrain.Run("apart", out=str(number), watchdog=0) as run:
+            train_simply(run, 2, at_step=lambda run: run.global_step == 1 and within(run), after=after)
+    except hpctrain.UsageError as error:
+        print(error)
+
+zero = hpctrain.detect().rank == 0
+use(1, lambda run: zero and run.score(accuracy=1))
+use(2, lambda run: zero and evaluate(run, run._tracked.model))
+use(3, lambda run: run.score(**{"accuracy" if zero else "loss": 1}))
+use(4, lambda run: zero and hpctrain.broadcast(run.world, 1))
+use(5, within=lambda run: zero and run.score(accuracy=1))
+use(6)
+"""
+
+
+@pytest.mark.slow
+def test_a_call_on_one_rank_alone_is_named_beside_that_of_the_others(tmp_path):
+    """Also an evaluation, which scored this rank's part of the test set alone."""
+    (tmp_path / "apart.py").write_text(APART)
+    with start_ranks(2, "apart.py", REPOSITORY, cwd=tmp_path) as ranks:
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    calls = [
+        ("Run.score(accuracy) (apart.py:14)", "Run.epochs() (test_run.py:"),
+        ("Run.evaluation_batches() (test_run.py:", "Run.epochs() (test_run.py:"),
+        ("Run.score(accuracy) (apart.py:16)", "Run.score(loss) (apart.py:16)"),
+        ("broadcast() (apart.py:17)", "Run.epochs() (test_run.py:"),
+        ("Run.score(accuracy) (apart.py:18)", "Run.batches() (test_run.py:"),
+    ]
+    for output in outputs:
+        errors = [line for line in output.splitlines() if " called " in line]
+        for line, (first, second) in zip(errors, calls, strict=True):
+            assert line.startswith(f"rank 0 called {first}") and f" where rank 1 called {second}" in line
+    assert (tmp_path / "6/result.json").exists()
+
+
 @pytest.mark.slow
 def test_a_notebook(tmp_path):
     """A cell that is interrupted, the same again, and another run in the next cell."""

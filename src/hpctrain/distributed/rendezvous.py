@@ -11,19 +11,23 @@ import json
 import os
 import resource
 import socket
+import sys
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # documented names
 
 from hpctrain.distributed.world import World, restart_count
-from hpctrain.errors import HpctrainError, print_error
+from hpctrain.errors import HpctrainError, UsageError, print_error
 from hpctrain.text import first_line, reason
 
 # Every rank of a job has to join within this time. A job that Slurm starts again has started before, so a
@@ -34,6 +38,10 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 # The largest value that ranks exchange, in bytes; another rank's length decides how much is allocated.
 MAX_VALUE = 2**30
+# The longest text about a call that ranks exchange, in bytes.
+MAX_CALL = 200
+# Modules that call functions of this one for a script; others count as scripts: see describe_call().
+PARTS = ("contextlib", *(f"hpctrain.{name}." for name in ("distributed", "checkpoints", "run", "training")))
 
 # Groups kept until the process ends (see process_group()). Then their threads are joined while they can get
 # the GIL to free their last tensor: a thread that asks for it later aborts the process.
@@ -302,17 +310,16 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
-def gather(world: World, value: Any) -> list[Any]:
+def gather(world: World, value: Any, *, of: str = "") -> list[Any]:
     """The JSON value of every rank, in rank order, on every rank. A collective call.
 
-    Raises HpctrainError that names the rank if one of them sends something other than JSON.
+    Raises HpctrainError that names the rank if one of them sends something other than JSON, and UsageError as
+    meet() does; `of` is what the ranks have to call in common beside the function.
     """
     if world.size == 1:
         return [value]
     content = _encode(value)
-    lengths = [torch.zeros_like(_length(content)) for _ in range(world.size)]
-    dist.all_gather(lengths, _length(content))
-    sizes = [_checked_length(rank, length) for rank, length in enumerate(lengths)]
+    sizes = _meet(world, len(content), of)
     # Every rank sends as many bytes as the one with the most.
     padded = torch.nn.functional.pad(content, (0, max(sizes) - len(content)))
     parts = [torch.empty_like(padded) for _ in range(world.size)]
@@ -328,31 +335,72 @@ def broadcast(world: World, value: Any, source: int = 0) -> Any:
     if world.size == 1:
         return value
     content = _encode(value if world.rank == source else None)
-    length = _length(content)
-    dist.broadcast(length, source)
+    length = _meet(world, len(content))[source]
     if world.rank != source:
-        content = content.new_empty(_checked_length(source, length))
+        content = content.new_empty(length)
     dist.broadcast(content, source)
     return _decode(source, content)
 
 
 def _encode(value: Any) -> torch.Tensor:
     """JSON as bytes [length] uint8, on the device of the process group: NCCL takes tensors of a GPU only."""
-    content = torch.frombuffer(bytearray(json.dumps(value), "ascii"), dtype=torch.uint8)
-    return content.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return _to_device(bytearray(json.dumps(value), "ascii"))
 
 
-def _length(content: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([len(content)], device=content.device)
+def _to_device(content: bytearray) -> torch.Tensor:
+    tensor = torch.frombuffer(content, dtype=torch.uint8)
+    return tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _checked_length(rank: int, length: torch.Tensor) -> int:
-    number = int(length.item())
-    if not 0 < number <= MAX_VALUE:
-        raise HpctrainError(
-            f"rank {rank} sent a value of {number} bytes: run the same version of hpctrain on every rank"
-        )
-    return number
+def meet(world: World) -> None:
+    """Raise UsageError unless every rank calls the same function of hpctrain. A collective call.
+
+    gather() and broadcast() do so. It comes before collective calls on tensors, where ranks that are in
+    different ones would wait for each other, or take values for those of another call.
+    """
+    if world.size > 1:
+        _meet(world, 1)
+
+
+def _meet(world: World, length: int, of: str = "") -> list[int]:
+    """The lengths of the values that the ranks send next. Raises UsageError as meet() does."""
+    call, place = describe_call(sys._getframe(1), of)
+    own = torch.tensor([zlib.crc32(call.encode()), length], device=_to_device(bytearray(1)).device)
+    of_ranks = [torch.zeros_like(own) for _ in range(world.size)]
+    dist.all_gather(of_ranks, own)
+    calls, lengths = zip(*torch.stack(of_ranks).tolist(), strict=True)
+    if len({*calls}) > 1:
+        _refuse_calls(world, f"{call} ({place})")
+    for rank, number in enumerate(lengths):
+        if not 0 < number <= MAX_VALUE:
+            raise HpctrainError(
+                f"rank {rank} sent a value of {number} bytes: run the same version of hpctrain on every rank"
+            )
+    return [*lengths]
+
+
+def _refuse_calls(world: World, call: str) -> NoReturn:
+    own = _to_device(bytearray(call.encode()[:MAX_CALL].ljust(MAX_CALL)))
+    of_ranks = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(of_ranks, own)
+    texts = [bytes(text.tolist()).decode(errors="replace").strip() for text in of_ranks]
+    ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+    raise UsageError(
+        " where ".join(f"{format_ranks(numbers)} called {text}" for text, numbers in ranks.items())
+        + ": call every method of a run on all ranks, not only `if rank == 0:`"
+    )
+
+
+def describe_call(frame: FrameType, of: str = "") -> tuple[str, str]:
+    """The function of hpctrain that a script has called to come to this frame, and the script's line."""
+    name = ""
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(PARTS):
+        if not frame.f_globals["__name__"].startswith("contextlib"):
+            kind = type(frame.f_locals["self"]).__name__ + "." if "self" in frame.f_locals else ""
+            name = f"{kind}{frame.f_code.co_name}"
+        frame = frame.f_back
+    name = name.removesuffix(".__init__")
+    return f"{name}({of})", f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _decode(rank: int, content: torch.Tensor) -> Any:

@@ -29,7 +29,7 @@ from typing import IO, Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # a documented name
 
-from hpctrain.distributed.rendezvous import connect_again, gather, seal, verify
+from hpctrain.distributed.rendezvous import connect_again, describe_call, gather, seal, verify
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, print_error
 
@@ -233,7 +233,10 @@ _OWN_FOLDER = str(Path(__file__).parents[1])
 
 
 def describe_line(thread: int) -> str:
-    """The file, line and function that a thread executes: the innermost outside of installed packages."""
+    """The file, line and function that a thread executes: the innermost outside of installed packages.
+
+    In a call of hpctrain, that is the line of the script that has called it, and the function called.
+    """
     frame = sys._current_frames().get(thread)
     # "<frozen importlib._bootstrap>" and the like are parts of Python
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
@@ -247,4 +250,7 @@ def describe_line(thread: int) -> str:
     chosen = chosen or frame
     if not chosen:
         return "its end"
+    call, place = describe_call(chosen)
+    if call != "()":
+        return f"{place} {call}"
     return f"{Path(chosen.f_code.co_filename).name}:{chosen.f_lineno} {chosen.f_code.co_name}()"

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.device import choose_device
-from hpctrain.distributed.rendezvous import all_or_none, gather, process_group
+from hpctrain.distributed.rendezvous import all_or_none, gather, meet, process_group
 from hpctrain.distributed.world import detect
 from hpctrain.errors import UsageError
 from hpctrain.hooks.clean_exit import wait_for_threads
@@ -291,6 +291,7 @@ class Run:
         if self._at == IN_EPOCH:
             raise UsageError("this epoch had no steps: call run.batches() in each epoch of run.epochs()")
         if self._at in (IN_BATCH, AFTER_STEP):
+            meet(self.world)  # others may go on in this epoch; the watchdog sees it
             self._record.end_epoch()
         at, self._at, score, self._score = self._at, OUTSIDE, self._score, None
         self._accumulate, self._part = 1, 0
@@ -452,6 +453,7 @@ class Run:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """A block that evaluates, which is no part of a step. All ranks have the buffers of rank 0 in it."""
+        meet(self.world)
         if self._tracked:
             broadcast_buffers(self._tracked.model, self.world)
         self._record.start_evaluation()
@@ -508,7 +510,7 @@ class Run:
         if self._at == STALLED:  # within the epoch, with these weights
             return False
         own = {name: self._sum_up(value) for name, value in values.items()}
-        sums = gather(self.world, [*own.values()])
+        sums = gather(self.world, [*own.values()], of=", ".join(own))
         for name, of_ranks in zip(own, zip(*sums, strict=True), strict=True):
             total, number = map(sum, zip(*of_ranks, strict=True))
             # the mean of equal values is that value, without a rounding error
@@ -553,6 +555,8 @@ class Run:
     def gather(self, model: nn.Module) -> nn.Module:
         """The tracked model, or one of them, as it was before prepare(), with all weights on rank 0."""
         assert self._strategy and self._tracked
+        if self._record.in_parts:
+            meet(self.world)
         if isinstance(model, nn.ModuleDict) and model is self._tracked.model:
             return nn.ModuleDict({name: self._strategy.gather(each) for name, each in model.items()})
         return self._strategy.gather(checkpoint.unwrap(model))
