@@ -22,6 +22,14 @@ def test_the_state(tmp_path):
     assert reader.summarize(folder)["state"] == "stopped"
     (folder / "result.json").write_text("{}")
     assert reader.summarize(folder)["state"] == "finished"
+    late = json.loads((folder / "config.json").read_text()) | {"started": "2999-01-01T00:00:00+0000"}
+    late["options"] = late["options"] | {"epochs": 99}
+    (folder / "config.2.json").write_text(json.dumps(late))  # killed before it could go on, or was refused
+    row = reader.summarize(folder)
+    assert (row["state"], row["starts"]) == ("finished", 1) and row["epochs"] != 99
+    (folder / "config.2.json").write_text(json.dumps(late | {"resumed_at": 9}))
+    assert reader.summarize(folder)["state"] == "stopped"
+    (folder / "config.2.json").unlink()
     os.utime(folder / "result.json", (0, 0))  # resumed after that, for more epochs
     assert reader.summarize(folder)["state"] == "stopped"
 

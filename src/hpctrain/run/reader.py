@@ -45,7 +45,10 @@ def find(folder: Path) -> Iterator[Path]:
 
 
 def read_configs(run: Path) -> list[dict[str, Any]]:
-    """Read config.json and, for resumed runs, config.2.json ... Raises HpctrainError, naming the file."""
+    """Read config.json and, for resumed runs, config.2.json ... Raises HpctrainError, naming the file.
+
+    A start that was killed before it resumed a finished run is left out.
+    """
     configs: list[dict[str, Any]] = []
     path = run / "config.json"
     while not configs or path.exists():  # if the folder is closed to this user, read_json() raises
@@ -58,7 +61,19 @@ def read_configs(run: Path) -> list[dict[str, Any]]:
                 f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17"
             )
         path = run / f"config.{len(configs) + 1}.json"
+    with suppress(OSError):
+        finished = (run / "result.json").stat().st_mtime
+        while len(configs) > 1 and "resumed_at" not in configs[-1] and _started(configs[-1]) > finished:
+            configs.pop()
     return configs
+
+
+def _started(config: dict[str, Any]) -> float:
+    """When a start began, in seconds since 1970; not a number if the file does not say."""
+    try:
+        return datetime.strptime(str(config.get("started")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return math.nan
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -182,7 +197,7 @@ def summarize(run: Path) -> dict[str, Any]:
     """A table row: state, job, position, score, speed, start, image of a run. Raises HpctrainError."""
     configs = read_configs(run)
     last = configs[-1]
-    lines, state = read_metrics(run, TAIL), _state(run, str(last.get("started")))
+    lines, state = read_metrics(run, TAIL), _state(run, _started(last))
     score, value = _score(lines)
     return {
         "run": str(run),
@@ -201,7 +216,7 @@ def summarize(run: Path) -> dict[str, Any]:
     }
 
 
-def _state(run: Path, started: str) -> str:
+def _state(run: Path, begun: float) -> str:
     """running, finished, pruned or diverged (in a sweep), or stopped: work is left, and no job does it."""
     try:
         if time.time() - (run / "owner.json").stat().st_mtime < SIGN_OF_LIFE:
@@ -213,8 +228,7 @@ def _state(run: Path, started: str) -> str:
             return Path(name).stem
     try:
         finished = (run / "result.json").stat().st_mtime
-        begun = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except (OSError, ValueError):
+    except OSError:
         return "stopped"
     return "finished" if finished >= begun else "stopped"  # resumed for more epochs since
 
