@@ -5,7 +5,10 @@
 #
 #   launch/local.sh                                             train_ddp on digits, one rank per GPU, or one
 #   HPCTRAIN_TASKS=4 launch/local.sh train_ddp --epochs 3       4 ranks
-#   HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=.venv launch/local.sh ./mine.py --anything "a b"
+#   HPCTRAIN_RUNTIME=none launch/local.sh ./mine.py --anything "a b"
+#
+# Without Apptainer, or with HPCTRAIN_RUNTIME=none, it takes the .venv that `make venv` has made here, unless
+# another environment is active, or HPCTRAIN_PYTHON_ENV or HPCTRAIN_MODULES names one.
 #
 set -euo pipefail
 
@@ -26,8 +29,19 @@ done
 # shellcheck source=/dev/null
 source "$_main"
 
+# choose_venv: without a container, take the .venv of this folder, and say so
+choose_venv() {
+    local set=${HPCTRAIN_PYTHON_ENV:-}${HPCTRAIN_MODULES:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}
+    [[ -z $set && -r $ROOT/.venv/bin/activate ]] || return 0
+    [[ -n ${HPCTRAIN_RUNTIME:-} ]] || command -v apptainer singularity >/dev/null || HPCTRAIN_RUNTIME=none
+    [[ ${HPCTRAIN_RUNTIME:-} == none ]] || return 0
+    HPCTRAIN_PYTHON_ENV=$ROOT/.venv
+    say "no container: taking $HPCTRAIN_PYTHON_ENV"
+}
+
 parse_options local.sh "$@"
 make_local_job
+choose_venv
 use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
 set_program
 use_launcher torchrun

@@ -48,6 +48,22 @@ def test_an_image_that_is_not_there(project, programs, env, names):
     assert_refused(done, *[name.format(project) for name in names])
 
 
+def test_without_a_container_the_venv_beside_the_scripts_is_taken(project):
+    """It took three variables to start two ranks beside the venv that `make venv` had just made."""
+    folder = project / ".venv/bin"
+    folder.mkdir(parents=True)
+    put(folder, activate=f"PATH={folder}:$PATH", python='[ "$1" != --version ] || echo Python 3.11.2')
+    env = BARE | {"HPCTRAIN_ROOT": str(project), "PATH": "/usr/bin:/bin"}
+    for asked in ({}, {"HPCTRAIN_RUNTIME": "none"}):
+        done = dry_run("local.sh", env | asked, "check")
+        assert f"hpctrain: no container: taking {project}/.venv\n" in done.stdout + done.stderr, done
+        assert f"runtime none (Python 3.11.2), image {project}/.venv/bin/python\n" in done.stdout, done
+    other = dry_run("local.sh", env | {"VIRTUAL_ENV": "/else", "HPCTRAIN_RUNTIME": "none"}, "check")
+    assert "taking" not in other.stdout + other.stderr
+    (folder / "activate").unlink()
+    assert_refused(dry_run("local.sh", env, "check"), "apptainer")
+
+
 def test_a_flavor_that_an_installation_does_not_have(project, programs):
     """It has no locks, only images. Where none is named, the only one is taken, or of two the default."""
     env = programs | {"HPCTRAIN_ROOT": str(project), "HPCTRAIN_IMAGE": ""}
