@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+import hpctrain
+from hpctrain.__main__ import main, suggest
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.errors import UsageError
 from hpctrain.parser import did_you_mean, trainer_parser
@@ -74,6 +76,51 @@ def test_an_option_has_to_be_written_out():
     assert " plot" in did_you_mean("polt", COMMANDS)
     assert did_you_mean("--port", ["--out", "--kernel"]) == ""
     assert did_you_mean("--lora", ["--lora-rank", "--lora-from"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("train", "choose from train_ddp, train_lightning, train_fsdp, train_horovod, train_single"),
+        ("nlp classify", "did you mean nlp.classify?"),
+        ("nlp clasify --epochs 3", "did you mean nlp.classify?"),
+        ("TRAIN_DDP --epochs 3", "did you mean train_ddp?"),
+        ("list", "hpctrain --help lists all commands"),
+    ],
+)
+def test_what_people_write_for_a_command(words, advice):
+    name, *arguments = words.split()
+    assert suggest(name, arguments) == advice
+
+
+@pytest.mark.parametrize("word", ["version", "-V", "--version"])
+def test_the_version(word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hpctrain", word])
+    main()
+    assert capsys.readouterr().out == f"{hpctrain.__version__}\n"
+
+
+def test_an_option_of_a_script_takes_the_place_of_one_of_ours(tmp_path):
+    """Nearly all scripts have a --seed. A value that is of no use for a run is one line."""
+    parser = trainer_parser("x", "x")
+    parser.add_argument("--seed", type=int, default=42, help="mine")
+    parser.add_argument_group("mine").add_argument("--out", default="mine")
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args([])
+    assert (args.seed, args.out) == (42, "mine")
+    with pytest.raises(UsageError, match=r"resume=False: .*auto"):
+        hpctrain.Run("x", **vars(args))
+    with pytest.raises(UsageError, match="seed=None"):
+        hpctrain.Run("x", seed=None, out=tmp_path / "x")
+
+
+def test_options_from_a_file(tmp_path):
+    file = tmp_path / "options.txt"
+    file.write_text('--seed 7  # of the paper\n\n--out "a b"\n--keep-checkpoints=5\n')
+    args = trainer_parser("x", "x").parse_args(["--seed", "3", f"@{file}", "--keep-checkpoints", "6"])
+    assert (args.seed, str(args.out), args.keep_checkpoints) == (7, "a b", 6)
+    with pytest.raises(UsageError, match=r"none\.txt"):
+        load_command("nlp.classify").parser().parse_args(["@none.txt"])
 
 
 def test_a_tilde_is_the_home(monkeypatch):

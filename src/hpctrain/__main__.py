@@ -31,6 +31,17 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
+def suggest(name: str, arguments: list[str]) -> str:
+    """What to write instead of a command that there is not."""
+    name = name.lower()
+    family = [command for command in COMMANDS if command.startswith(name)]
+    if len(family) > 1 and not arguments:
+        return f"choose from {', '.join(family)}"
+    both = f"{name}.{arguments[0].lower()}" if arguments else name
+    guess = did_you_mean(both, COMMANDS) or did_you_mean(name, COMMANDS)
+    return guess or "hpctrain --help lists all commands"
+
+
 def main() -> None:
     """Run the command. A user's error is one line and exit status 1, or 2 for an error of usage."""
     # With the default of 700 objects between collections, these take a tenth of torch's import.
@@ -41,7 +52,7 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         sys.exit(0 if arguments else 2)
-    if arguments[0] == "--version":
+    if arguments[0] in ("--version", "-V", "version"):
         print(__version__)
         return
 
@@ -57,7 +68,7 @@ def main() -> None:
         except FileNotFoundError as error:
             raise UsageError("the current folder has been removed: change to another one") from error
         if name not in COMMANDS:
-            choices = did_you_mean(name, COMMANDS) or f"choose from {', '.join(COMMANDS)}"
+            choices = suggest(name, arguments)
             if name.endswith(".py"):
                 choices = "start a script of your own by python, by torchrun, or by a launch script"
             raise UsageError(f"there is no command {name!r}: {choices}")

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,6 +43,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{guess and f': {guess}'}")
         return found
 
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        """The words in a line of a file of options, as a shell would have them; # begins a comment."""
+        return shlex.split(line, comments=True)
+
     def error(self, message: str) -> NoReturn:
         message = message.replace("ignored explicit argument", "it takes no value: leave out")
         raise UsageError(f"{self.prog}: {message} ({self.prog} --help lists the options)")
@@ -62,8 +67,16 @@ def trainer_parser(trainer: str, description: str, prog: str | None = None) -> P
     """A parser with the options that every trainer has: those of Run except --epochs, and --seed.
 
     `trainer` names the default run folder. `prog` is the program that messages name, by default the script.
+    An option that a script adds takes the place of one here with the same name. @FILE stands for the options
+    in a file.
     """
-    parser = Parser(prog=prog, description=description)
+    parser = Parser(
+        prog=prog,
+        description=description,
+        epilog="@FILE reads options from a file, as if they were written here",
+        conflict_handler="resolve",
+        fromfile_prefix_chars="@",
+    )
     parser.add_argument(
         "--seed",
         type=int,

@@ -588,7 +588,7 @@ def test_train_single_is_train_ddp():
 
 
 BAD_INPUT = [
-    (["no_such_trainer"], 2, "there is no command 'no_such_trainer': choose from train_ddp"),
+    (["no_such_trainer"], 2, "there is no command 'no_such_trainer': hpctrain --help lists all"),
     (["train_dpp"], 2, "there is no command 'train_dpp': did you mean train_ddp?"),
     (
         ["train_ddp", "--batch-sise=8"],

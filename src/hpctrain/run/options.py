@@ -63,6 +63,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         for name in ("out", "resume"):
+            if not isinstance(path := getattr(self, name), str | Path | None):
+                auto = ' or "auto"' if name == "resume" else ""
+                raise UsageError(f"{name}={path!r}: give the path of a run folder{auto}, or leave {name} out")
             if (path := getattr(self, name)) and str(path) != "auto":
                 object.__setattr__(self, name, absolute(path))
         try:
