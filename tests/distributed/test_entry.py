@@ -43,6 +43,11 @@ def python(code, **env):
             130,
             "hpctrain: interrupted\n",
         ),
+        (
+            "hpctrain.detect; raise KeyboardInterrupt('in epoch 2')",
+            130,
+            "hpctrain: interrupted in epoch 2\n",
+        ),
         ("from hpctrain.errors import EndEarly\ndef end(_): raise EndEarly\nhpctrain.main(end)", 0, ""),
         (
             "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); hpctrain.main(lambda world: print('x'))",

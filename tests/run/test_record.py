@@ -519,4 +519,6 @@ def test_a_run_that_is_interrupted(small, tmp_path):
     with subprocess.Popen(command, cwd=tmp_path, **pipes, preexec_fn=takes_it) as process:
         assert any(line.startswith("epoch 1 ") for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        assert (process.stderr.read(), process.wait()) == ("hpctrain: interrupted\n", 130)
+        said, status = process.stderr.read(), process.wait()
+        assert re.fullmatch(r"hpctrain: interrupted in epoch \d+: --resume .*run.*\n", said), said
+        assert status == 130

@@ -653,6 +653,28 @@ def test_the_best_checkpoint_may_be_that_of_an_earlier_run(tmp_path, capsys):
     assert "third has no best checkpoint: loading the newest one, epoch-0001.pt" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "epochs", "after", "said"),
+    [
+        (
+            {"resume": "auto"},
+            2,
+            6,
+            "in epoch 2: the same command continues from mine/checkpoints/epoch-0001.pt",
+        ),
+        ({}, 2, 6, "in epoch 2: --resume mine continues from mine/checkpoints/epoch-0001.pt"),
+        ({}, 1, 2, "in epoch 1: --resume auto --out mine begins again, as no checkpoint is saved yet"),
+    ],
+)
+def test_an_interrupt_says_what_is_saved_and_what_continues(options, epochs, after, said):
+    with (
+        pytest.raises(KeyboardInterrupt) as caught,
+        hpctrain.Run("x", out="mine", watchdog=0, **options) as run,
+    ):
+        train_simply(run, epochs, at_step=Interrupt(after))
+    assert str(caught.value) == said
+
+
 def test_random_numbers_at_the_begin_of_an_epoch_are_those_of_the_epoch(tmp_path):
     """Also in an epoch that is resumed."""
     drawn = {}

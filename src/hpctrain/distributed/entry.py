@@ -97,7 +97,7 @@ def _handle(error: BaseException, rank: int) -> int | None:
         return _handle_exit(error)
     if isinstance(error, KeyboardInterrupt):
         if rank == 0:
-            print_error("hpctrain: interrupted")
+            print_error(f"hpctrain: interrupted {error}".rstrip())
         return 130
     if isinstance(error, BrokenPipeError):  # the reader of the output has ended, such as `| head`
         _discard_output()
@@ -184,7 +184,8 @@ def print_errors_in_one_line() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, HpctrainError):
+        is_interrupt = isinstance(error, KeyboardInterrupt) and error.args  # within a run
+        if not (isinstance(error, HpctrainError) or is_interrupt):
             before(kind, error, traceback)
             return
         try:
@@ -194,7 +195,7 @@ def print_errors_in_one_line() -> None:
         _call_on_failure()
         # The hook of torch.distributed redirects stderr, and would print it if this one returned.
         with redirect_stderr(sys.__stderr__):
-            status = _report(error, rank)
+            status = _handle(error, rank)
         raise SystemExit(status)  # Python takes the status from it
 
     sys.excepthook = hook

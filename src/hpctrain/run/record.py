@@ -8,6 +8,7 @@ import argparse
 import math
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -482,6 +483,15 @@ class Record:
         report_saved(self._resume_with)
         report_stopped()
         self._leave()
+
+    def describe_saved(self) -> str:
+        """What is saved when the run is interrupted, and what continues it."""
+        newest = checkpoint.list_newest_first(self.folder)[:1]
+        again = f"--resume {'' if newest else 'auto --out '}{shlex.quote(str(self.folder))}"
+        if self._resume_with is None:
+            again = "the same command"
+        what = f"continues from {newest[0]}" if newest else "begins again, as no checkpoint is saved yet"
+        return as_given(f"in epoch {self.epoch + 1}: {again} {what}")
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. A collective call. Raises HpctrainError."""

@@ -2,6 +2,8 @@
 
 import atexit
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -97,6 +99,8 @@ class Run:
                 self.precision = set_precision(options["precision"], tf32, self.world, self.device)
                 options["precision"] = self.precision
             own = RunOptions.from_args({"seed": 1, **options})
+            if not isinstance(seed := own.others["seed"], int):
+                raise UsageError(f"seed={seed!r}: give a number, or leave seed out")
             self._record = Record(self.world, name, own, self.device)
             stack.callback(self._record.close)
             self._stack = stack.pop_all()
@@ -124,6 +128,11 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         """Write the result. After an error or an interrupt, the last checkpoint is there to go on from."""
+        if isinstance(error, KeyboardInterrupt):
+            with _without_interrupts():
+                self._stack.__exit__(kind, error, traceback)
+            error.args = (self._record.describe_saved(),)  # for entry.py, or a notebook
+            return False
         if kind is not None:
             return self._stack.__exit__(kind, error, traceback)
         with self._stack:
@@ -569,6 +578,19 @@ class Run:
     def _make_state(self) -> dict[str, Any]:
         assert self._tracked
         return self._tracked.state() | {"scores": self.scores}
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ignore SIGINT, which a launcher sends as well as the terminal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _count_examples(caller: str, dataset: Any, options: dict[str, Any]) -> int:
