@@ -82,20 +82,26 @@ def test_values_go_round(tmp_path):
     assert done == [(0, "True ['path', None, 1] [nan, nan]\n", "")] * 2
 
 
-OF_LENGTH = "dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.tensor([{}]))"
+# A rank that sends a pickle where ours send JSON, and one that announces a value of this length.
+PICKLE = (
+    "rendezvous._encode = lambda _: torch.frombuffer(bytearray(pickle.dumps(Evil())), dtype=torch.uint8); "
+)
+OF_LENGTH = """
+of_ranks = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+dist.all_gather(of_ranks, torch.tensor([zlib.crc32(b"gather()"), {}]))
+"""
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "said"),
     [
-        # torch.distributed's functions for objects send a length and bytes, as ours do.
         pytest.param(
             "gather(world, 1)",
-            "dist.all_gather_object([None] * 2, Evil())",
+            PICKLE + "rendezvous.gather(world, 1)",
             "JSON",
             marks=pytest.mark.main_road,
         ),
-        ("broadcast(world, 1, 1)", "dist.broadcast_object_list([Evil()], 1)", "JSON"),
+        ("broadcast(world, 1, 1)", PICKLE + "rendezvous.broadcast(world, 1, 1)", "JSON"),
         # A length is checked before memory is allocated.
         ("gather(world, 1)", OF_LENGTH.format(2**50), f"{2**50} bytes"),
         ("gather(world, 1)", OF_LENGTH.format(-1), "-1 bytes"),
@@ -103,7 +109,7 @@ OF_LENGTH = "dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2
     ids=["gather", "broadcast", "long", "negative"],
 )
 def test_a_pickle_of_another_rank_is_not_executed(tmp_path, ours, theirs, said):
-    theirs = EVIL + rank(f"print(end=''); {theirs}")
+    theirs = EVIL + rank(f"print(end=''); import pickle, zlib\n{theirs.strip()}")
     (status, out, error), _ = start_ranks(tmp_path, rank(f"rendezvous.{ours}"), theirs)
     assert not (tmp_path / "executed").exists()
     assert (status, error) == (0, "") and out.startswith("rank 1 sent ") and said in out, out
