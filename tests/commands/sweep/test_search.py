@@ -39,6 +39,11 @@ def test_the_median_pruner():
     ]:
         assert search.should_prune(SWEEP, complete, trial(9, scores=scores)) == hopeless, scores
     assert not search.should_prune(SWEEP, complete[1:], trial(9, scores=[0.0]))
+    poor = [
+        trial(number, state=state, scores=[0.0, 0.0, 0.0])
+        for number, state in ((5, "running"), (6, "pruned"))
+    ]
+    assert search.should_prune(SWEEP, [*complete, *poor], trial(9, scores=[0.19]))  # they lower no median
     losses = replace(SWEEP, direction="minimize")
     assert [search.should_prune(losses, complete, trial(9, scores=[loss])) for loss in (0.19, 0.21)] == [
         False,

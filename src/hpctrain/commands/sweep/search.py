@@ -47,7 +47,7 @@ def should_prune(sweep: Sweep, trials: list[Trial], trial: Trial) -> bool:
     optuna = _import_optuna("leave out pruner")
     study = optuna.create_study(direction=sweep.direction)
     forms = _distributions(sweep)
-    study.add_trials([_for_optuna(other, forms) for other in trials if other.state == "complete"])
+    study.add_trials([_for_optuna(other, forms) for other in trials])
     return optuna.pruners.MedianPruner().prune(study, _for_optuna(trial, forms))
 
 
