@@ -13,5 +13,4 @@ conflict(myModuleName())
 
 local root = pathJoin(myFileName():match("^(.*)/modulefiles/"), myModuleName(), myModuleVersion())
 setenv("HPCTRAIN_ROOT", root)
-prepend_path("PATH", pathJoin(root, "launch"))
 prepend_path("PATH", pathJoin(root, "bin"))

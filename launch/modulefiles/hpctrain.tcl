@@ -15,5 +15,4 @@ set file [file normalize $ModulesCurrentModulefile]
 set prefix [file dirname [file dirname [file dirname $file]]]
 set root [file join $prefix hpctrain [file tail $file]]
 setenv HPCTRAIN_ROOT $root
-prepend-path PATH [file join $root launch]
 prepend-path PATH [file join $root bin]
