@@ -101,6 +101,9 @@ SETTINGS=(
     HPCTRAIN_REQUEUES '!(local.sh,jupyter.sh)'
     'how often a job is requeued after a fault (default 10)'
 
+    HPCTRAIN_CONTINUES '!(local.sh,jupyter.sh)'
+    'the ended job whose Trainers of Lightning go on'
+
     HPCTRAIN_CACHE '*'
     'the folder of caches (default: cache in SCRATCH, or without that in /tmp of each node)'
 

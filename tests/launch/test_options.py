@@ -156,7 +156,7 @@ def test_help_lists_the_settings_of_the_script():
     scripts = ("local.sh", "apptainer_ddp.sh")
     local, ddp = (set(re.findall(r"^  ([A-Z_]+)", help_of(script), re.M)) for script in scripts)
     assert local - ddp == {"HPCTRAIN_TASKS"}
-    assert ddp - local == {"HPCTRAIN_REQUEUES", "HPCTRAIN_NODE_TIMEOUT", "SBATCH_"}
+    assert ddp - local == {"HPCTRAIN_CONTINUES", "HPCTRAIN_REQUEUES", "HPCTRAIN_NODE_TIMEOUT", "SBATCH_"}
     assert "sbatch" not in help_of("local.sh").lower()
     assert [script for script in ("local.sh", "pbs_ddp.sh") if "--broadcast" in help_of(script)] == []
 
