@@ -38,7 +38,7 @@ def test_what_is_installed(prefix):
     root = prefix / "hpctrain" / VERSION
     assert (root / "hpctrain-cpu.provenance.json").read_text() == "its record"
     assert " ".join(sorted(path.name for path in root.iterdir() if path.suffix != ".json")) == (
-        "CHANGELOG.md CONTRIBUTING.md LICENSE README.md benchmarks bin cluster docs examples "
+        "CHANGELOG.md CONTRIBUTING.md LICENSE README.md SECURITY.md benchmarks bin cluster docs examples "
         "hpctrain-cpu.sif hpctrain-cpu.sif.digest launch notebooks src tests"
     )
     script = f"HPCTRAIN_CACHE=/x; source {root}/launch/lib/main.sh; find_digest {root}/hpctrain-cpu.sif"
