@@ -113,7 +113,7 @@ def test_invalid_input_is_one_line(tmp_path):
     cases = [
         (
             ["export", "csv", tmp_path / "none"],
-            "none/config.json: cannot be read (No such file or directory): name a run",
+            "none: no run folder, it has no config.json: name a run",
         ),
         (["export", "csv", empty], "empty/metrics.jsonl has no line yet: wait for the first"),
         (["export", "xlsx", empty], "invalid choice: 'xlsx'"),

@@ -11,7 +11,12 @@ from tests.helpers import make_run
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("pipe", "not a plain file"), ("huge", "File too large"), ("none", "No such file")]
+    ("kind", "reason"),
+    [
+        ("pipe", r"run/metrics.jsonl: cannot be read \(not a plain file"),
+        ("huge", r"run/metrics.jsonl: cannot be read \(File too large"),
+        ("none", "run: no run folder, it has no metrics.jsonl"),
+    ],
 )
 def test_metrics_that_cannot_be_read_are_one_line(tmp_path, kind, reason):
     """A pipe never ends, and a picture of nothing would be useless."""
@@ -23,7 +28,7 @@ def test_metrics_that_cannot_be_read_are_one_line(tmp_path, kind, reason):
         with (folder / "metrics.jsonl").open("wb") as file:
             file.truncate(2**42)
     signal.alarm(60)  # a reader of a pipe waits for its writer
-    with pytest.raises(HpctrainError, match=rf"metrics.jsonl cannot be read \({reason}"):
+    with pytest.raises(HpctrainError, match=reason):
         charts.plot(folder)
     signal.alarm(0)
 

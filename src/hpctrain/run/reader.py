@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -78,10 +78,17 @@ def _started(config: dict[str, Any]) -> float:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run folder. Raises HpctrainError, naming the file."""
-    with explain_os_error(
-        f"{path}: cannot be read", "name a run folder, such as runs/train_ddp/17", ValueError
-    ):
+    with _explain_missing_run(path):
         return read_object(path)
+
+
+@contextmanager
+def _explain_missing_run(path: Path) -> Iterator[None]:
+    advice = "name a run folder, such as runs/train_ddp/17"
+    if not path.exists():
+        raise HpctrainError(f"{path.parent}: no run folder, it has no {path.name}: {advice}")
+    with explain_os_error(f"{path}: cannot be read", advice, ValueError):
+        yield
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -105,9 +112,7 @@ def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
 
 def load_metrics(run: Path) -> list[dict[str, float]]:
     """As read_metrics(). Raises HpctrainError if the file cannot be read."""
-    with explain_os_error(
-        f"{run}/metrics.jsonl cannot be read", "give a run folder, such as runs/train_ddp/17"
-    ):
+    with _explain_missing_run(run / "metrics.jsonl"):
         return _read_lines(run)
 
 

@@ -263,7 +263,7 @@ def test_pickles_are_downloaded_if_there_are_no_safetensors(hub, tmp_path):
 
 @pytest.mark.slow
 def test_error_without_internet_names_fetch(tmp_path):
-    remedy = f"hpctrain fetch {NAME} DIR), then give --model DIR"
+    remedy = f"hpctrain fetch {NAME} FOLDER), then give --model FOLDER"
     line = error_line(run("resolve", NAME, home=tmp_path, HF_HUB_OFFLINE="1"))
     assert "HF_HUB_OFFLINE is set" in line and str(tmp_path) in line and remedy in line
     line = error_line(run("resolve", NAME, home=tmp_path))
@@ -369,7 +369,7 @@ def test_data_that_may_be_a_path_or_of_the_hub_are_told_as_both(name, tmp_path, 
         f"{name} (no such file or folder here, so a data set on the hub): not in the cache "
     ), said
     assert said.endswith(
-        ": correct the path, or download the data set where there is internet and give --data DIR"
+        ": correct the path, or download the data set where there is internet and give --data FOLDER"
     ), said
 
 

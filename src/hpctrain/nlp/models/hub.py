@@ -234,7 +234,7 @@ def _find_data_in_cache(name: str, commit: str | None) -> Path | None:
 
 def _download_data(path: Path, name: str, commit: str | None = None) -> Path:
     """Download a data set into the cache; `path` is the --data argument, perhaps a path with a mistake."""
-    remedy = "correct the path, or download the data set where there is internet and give --data DIR"
+    remedy = "correct the path, or download the data set where there is internet and give --data FOLDER"
     remedy += data_sets.hint_fetch(path)
     with _explain_errors(
         f"{path} (no such file or folder here, so a data set on the hub)", remedy, "data set"
@@ -245,13 +245,15 @@ def _download_data(path: Path, name: str, commit: str | None = None) -> Path:
         if not any(path.is_file() for path in folder.rglob("*")):
             raise HpctrainError(
                 f"{name}: this data set has no tables ({', '.join(DATA_FILES)}), and code of data sets is "
-                "not run: download its files, and give --data DIR"
+                "not run: download its files, and give --data FOLDER"
             )
         return folder
 
 
 def _download_to_cache(name: str, commit: str | None = None) -> Path:
-    remedy = f"fetch it on a machine with internet access (hpctrain fetch {name} DIR), then give --model DIR"
+    remedy = (
+        f"fetch it on a machine with internet access (hpctrain fetch {name} FOLDER), then give --model FOLDER"
+    )
     with _explain_errors(f"{name} (no folder in {Path.cwd()})", remedy):
         return _download_snapshot(name, commit)
 
