@@ -73,7 +73,7 @@ def test_both_examples_train(tmp_path, photos):
 
 
 @pytest.mark.slow
-@pytest.mark.main_road("With `import hpctrain` your loop")
+@pytest.mark.main_road("With `import hpctrain` your own loop")
 def test_the_last_example_resumes_bit_for_bit_after_sigkill(tmp_path, photos):
     """Four ranks, with dropout, random augmentation and workers, all killed in the middle of an epoch."""
     options = ["--data", photos, "--epochs", "2", "--checkpoint-every", "1", "--resume", "auto"]

@@ -29,7 +29,7 @@ die() {
 candidates() {
     local folder
     tr : '\n' <<<"${LD_LIBRARY_PATH:-}" | while read -r folder; do
-        [[ ! -d $folder ]] || find -L "$folder" -maxdepth 1 -name "$1" | sort -V
+        [[ ! -d $folder ]] || find "$folder/" -maxdepth 1 -name "$1" | sort -V
     done
     /sbin/ldconfig -p 2>/dev/null | sed -n 's/.* => //p' | grep -E "/${1//\*/[^/]*}$" || true
     # the newest release first; some folders may be closed
@@ -68,7 +68,7 @@ providers=()
 [[ -z $fabric ]] || mapfile -t providers < <(
     real=$(readlink -f "$fabric")
     tr : '\n' <<<"${fabric%/*}/libfabric:${real%/*}/libfabric:${FI_PROVIDER_PATH:-}" | while read -r path; do
-        [[ ! -d $path ]] || find -L "$path" -maxdepth 1 -name '*-fi.so'
+        [[ ! -d $path ]] || find "$path/" -maxdepth 1 -name '*-fi.so'
     done | sort -u
 )
 

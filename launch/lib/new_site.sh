@@ -458,7 +458,7 @@ name=${1:-}
 file=$ROOT/launch/sites/$name.env
 [[ -n $name && $name != -* && $name != *[!A-Za-z0-9_-]* ]] ||
     die "--new '$name': give the site a name of letters, digits, - and _"
-[[ ! -e $file && ! -L $file ]] || die "$file exists: choose another name, or move it away"
+[[ ! -e $file ]] || die "$file exists: choose another name, or move it away"
 [[ -w ${file%/*} ]] || die "${file%/*} is not writable: use a copy of hpctrain that is yours"
 [[ $# == 1 || $2 == --probe ]] ||
     die "--new $name $2: only --probe can follow, then options of sbatch or qsub"

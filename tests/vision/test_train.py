@@ -758,4 +758,4 @@ def test_plot_without_scores_says_nothing_and_leaves_nothing(tmp_path, home):
 
 def test_plot_of_something_else(tmp_path):
     done = run(1, "plot", tmp_path, cwd=tmp_path)
-    assert done.returncode == 1 and "metrics.jsonl cannot be read" in done.stderr
+    assert done.returncode == 1 and "no run folder, it has no metrics.jsonl" in done.stderr
