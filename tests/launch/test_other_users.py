@@ -35,15 +35,15 @@ import os, sys, time
 from pathlib import Path
 import hpctrain
 from hpctrain.vision import recipe, train
-set_learning_rate = recipe.set_learning_rate
+learning_rate = recipe.learning_rate
 def main(world):
-    def wait(optimizer, args, epochs):
-        if epochs == 1:
+    def wait(args, epochs, step, steps):
+        if step == steps:  # the first of the second epoch
             print("waits for bob", flush=True)
             while not all(hpctrain.gather(world, Path("attacked").exists())):
                 time.sleep(0.1)
-        set_learning_rate(optimizer, args, epochs)
-    recipe.set_learning_rate = wait
+        return learning_rate(args, epochs, step, steps)
+    recipe.learning_rate = wait
     train.main(world, sys.argv[1:])
 while os.environ.get("RANK") == "1" and not Path("/project/stranger has written").exists():
     time.sleep(0.1)

@@ -154,7 +154,7 @@ def numbers(cluster, request):
     """The numbers of the jobs of all tests of this session. Those that a signal stops have got it."""
     folder(cluster, "program.py").write_text(PROGRAM)
     mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    chosen = [name for name in JOBS if name in [item.callspec.params["name"] for item in mine]]
+    chosen = [name for name in JOBS if name in [item.callspec.params.get("name") for item in mine]]
     numbers = {}
     for name in chosen:
         program = ["examples/requeue/train.py", "1000"] if name == "example" else ["program.py", name]
