@@ -28,12 +28,13 @@ from hpctrain.files.plain import open_plain
 from hpctrain.nlp.data.splits import find_split_files
 from hpctrain.nlp.models import hub
 from hpctrain.nlp.predict import read_rows
+from hpctrain.run import reader
 from hpctrain.run.options import RunOptions
 from hpctrain.run.owner import Owner
 from hpctrain.run.prepare import prepare_folder
 from hpctrain.run.record import Record
 from hpctrain.servers.tunnel import Tunnel
-from tests.helpers import run_command
+from tests.helpers import make_run, run_command
 
 by_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files for another user")
 SWEEP = "command: train_single --epochs 1\nmetric: test_accuracy\ndirection: maximize\ntrials: 1\n"
@@ -199,6 +200,18 @@ def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
 
 
 # ---- what is read ----
+
+
+@by_root
+@pytest.mark.parametrize("read", [reader.read_configs, reader.load_metrics])
+def test_a_run_folder_that_is_closed_to_this_user_is_one_line(tmp_path, read):
+    make_run(tmp_path / "run")
+    os.seteuid(65534)
+    try:
+        with pytest.raises(HpctrainError, match=r"run/.*: cannot be read \(Permission denied\)"):
+            read(tmp_path / "run")
+    finally:
+        os.seteuid(0)
 
 
 @by_root

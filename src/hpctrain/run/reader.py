@@ -85,10 +85,11 @@ def read_json(path: Path) -> dict[str, Any]:
 @contextmanager
 def _explain_missing_run(path: Path) -> Iterator[None]:
     advice = "name a run folder, such as runs/train_ddp/17"
-    if not path.exists():
-        raise HpctrainError(f"{path.parent}: no run folder, it has no {path.name}: {advice}")
     with explain_os_error(f"{path}: cannot be read", advice, ValueError):
-        yield
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise HpctrainError(f"{path.parent}: no run folder, it has no {path.name}: {advice}") from error
 
 
 def read_record(path: Path) -> dict[str, Any]:
