@@ -557,9 +557,11 @@ class JobFolder(RunFolder):
         if any(isinstance(each, RunFolder) and each is not self for each in _callbacks(trainer)):
             self._leave(trainer)
 
-    def _leave(self, trainer: Trainer) -> None:
+    def _leave(self, trainer: Trainer, *successors: Callback) -> None:
+        """Take this callback out of those of the Trainer, or let others take its place."""
         # a new list, as Lightning is going through the old one
-        trainer.callbacks = [each for each in _callbacks(trainer) if each is not self]  # type: ignore[attr-defined]
+        kept = [one for each in _callbacks(trainer) for one in (successors if each is self else (each,))]
+        trainer.callbacks = kept  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Choose the folder (collective). If it has a checkpoint, load that as fit(ckpt_path=...) does."""
@@ -663,8 +665,7 @@ class JobFolder(RunFolder):
             super().on_fit_end(trainer, module)
             # Another one after each fit(), from which the script may make other initial weights
             seed_everything(hash((self._seed_of_run, JobFolder._fits)))
-        # for the next call of fit()
-        trainer.callbacks = [JobFolder() if each is self else each for each in _callbacks(trainer)]  # type: ignore[attr-defined]
+        self._leave(trainer, JobFolder())  # for the next call of fit()
 
 
 def callbacks_of_job() -> list[Callback]:

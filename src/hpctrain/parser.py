@@ -207,6 +207,9 @@ def fraction(text: str) -> float:
     return value
 
 
+fraction.__name__ = "float"  # argparse prints it: "invalid float value"
+
+
 def positive(kind: type) -> Any:
     """An argparse type: a finite number of this kind (int or float) above zero."""
 

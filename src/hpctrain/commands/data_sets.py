@@ -41,10 +41,10 @@ class File(NamedTuple):
     sha256: str = ""
     git_blob: str = ""
 
-    def is_at(self, path: Path) -> bool:
-        """Whether this file is at `path`."""
+    def is_at(self, path: Path, digest: str = "") -> bool:
+        """Whether this file is at `path`; `digest` is the SHA-256 of what is there, if it is known."""
         if self.sha256:
-            return file_sha256(path) == self.sha256
+            return (digest or file_sha256(path)) == self.sha256
         return not self.git_blob or git_blob(path) == self.git_blob
 
 
@@ -121,11 +121,12 @@ def fetch_file(file: File, folder: Path) -> None:
         except HpctrainError as error:
             problems.append(str(error))
             continue
-        if file.is_at(path):
+        digest = file_sha256(path)
+        if file.is_at(path, digest):
             remark = "" if is_verified else ", not verified: give the URL with #sha256=HEX to verify it"
-            say(f"{file.name}: SHA-256 {file_sha256(path)}{remark}")
+            say(f"{file.name}: SHA-256 {digest}{remark}")
             return
-        problems.append(f"{hide_secrets(url)}: another file than expected, with SHA-256 {file_sha256(path)}")
+        problems.append(f"{hide_secrets(url)}: another file than expected, with SHA-256 {digest}")
         path.unlink()
     raise HpctrainError(
         f"{'; '.join(problems)}: run the same command again where there is internet, and it continues from "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, explain_os_error
 from hpctrain.files.trust import make_private_folder
 
 ROUNDS, ROUND_SECONDS, MAX_CALLS = 3, 0.2, 200
@@ -15,14 +15,10 @@ ROUNDS, ROUND_SECONDS, MAX_CALLS = 3, 0.2, 200
 
 def prepare(folder: Path, *, foreseen: bool) -> None:
     """Create the folder of the results. Raises HpctrainError if it has results or is another user's."""
-    try:
+    with explain_os_error(f"{folder}: cannot be created", "name a folder you can write to by --out"):
         make_private_folder(folder, foreseen=foreseen)
         if (folder / "bench.json").exists():
             raise HpctrainError(f"{folder} holds a result already: give another --out")
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be created ({error.strerror}): name a folder you can write to by --out"
-        ) from error
 
 
 def time_alone(device: torch.device, call: Callable[[], object]) -> float:

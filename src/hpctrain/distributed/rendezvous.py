@@ -348,8 +348,11 @@ def _encode(value: Any) -> torch.Tensor:
 
 
 def _to_device(content: bytearray) -> torch.Tensor:
-    tensor = torch.frombuffer(content, dtype=torch.uint8)
-    return tensor.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return torch.frombuffer(content, dtype=torch.uint8).to(_device())
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def meet(world: World) -> None:
@@ -365,7 +368,7 @@ def meet(world: World) -> None:
 def _meet(world: World, length: int, of: str = "") -> list[int]:
     """The lengths of the values that the ranks send next. Raises UsageError as meet() does."""
     call, place = describe_call(sys._getframe(1), of)
-    own = torch.tensor([zlib.crc32(call.encode()), length], device=_to_device(bytearray(1)).device)
+    own = torch.tensor([zlib.crc32(call.encode()), length], device=_device())
     of_ranks = [torch.zeros_like(own) for _ in range(world.size)]
     dist.all_gather(of_ranks, own)
     calls, lengths = zip(*torch.stack(of_ranks).tolist(), strict=True)

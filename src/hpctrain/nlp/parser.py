@@ -92,8 +92,7 @@ def non_negative(text: str) -> int:
     return value
 
 
-# argparse prints these names: "invalid int value"
-non_negative.__name__, fraction.__name__ = "int", "float"
+non_negative.__name__ = "int"  # argparse prints it: "invalid int value"
 
 
 def make_parser(task: Task) -> Parser:

@@ -35,10 +35,7 @@ def main(world: World, arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):  # all others are the program's
         parser().print_help()
         return
-    if world.size > 1:
-        raise UsageError(
-            "hpctrain proxy: one server is enough: use launch/jupyter.sh, or one task (srun --ntasks=1)"
-        )
+    world.refuse_several("proxy")
     words = code_server(arguments[1:]) if arguments[0] == "code" else arguments
     with Tunnel("proxy") as tunnel:
         address, command = place(words, tunnel.private / "program")
