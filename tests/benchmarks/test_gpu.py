@@ -24,7 +24,6 @@ from tests.helpers import run_command
 PROGRAMS = ("gpu.py", "gpu_speed.py", "gpu_checks.py", "nlp.py", "vision.py")
 
 
-@pytest.mark.slow
 def test_a_dry_run_in_the_image(site):
     here = site.host_path("/project/gpu")
     here.mkdir(mode=0o777)

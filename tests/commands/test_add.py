@@ -32,7 +32,6 @@ def added(site):
     return add
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["apptainer", "podman-hpc", "shifter"])
 def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, podman_image, runtime):
     site.host_path(f"{HOME}/uses.py").write_text(
@@ -58,7 +57,6 @@ def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, p
     assert ended.state == "COMPLETED" and sorted(rank for rank, _ in found) == ["0", "1", "2", "3"], output
 
 
-@pytest.mark.slow
 def test_packages_that_do_not_fit_the_image_are_refused(site, added):
     folder = site.host_path("/project/alice")
     before = sorted(folder.glob("packages/**/*"))
@@ -126,7 +124,6 @@ def test_a_slow_check_of_imports_shows_its_progress(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out.startswith("hpctrain: importing a\n")
 
 
-@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_or_breaks_the_image_is_refused(site, added):
     """torchaudio's wheel of PyPI needs torch with CUDA."""
     folder = site.host_path("/project/alice")
@@ -190,7 +187,6 @@ def test_the_packages_that_people_add_fit_the_versions_of_the_image(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "message"),
     [

@@ -168,7 +168,6 @@ def test_layernorm_that_is_wrong_or_measured_by_several(tmp_path, monkeypatch):
         bench.main(ALONE, [*LAYERNORM, "--out", str(tmp_path / "other")])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "backend", "name", "operations"),
     [

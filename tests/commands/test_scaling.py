@@ -233,7 +233,6 @@ def test_a_script_by_its_name_alone_is_that_of_the_path(tmp_path):
     assert done.stdout.startswith("bin: ") and f" {tmp_path}/bin/ddp.sh train_ddp" in done.stdout, done
 
 
-@pytest.mark.slow
 def test_two_launchers_with_one_and_two_ranks_on_the_cluster(cluster):
     home = "/home/alice/hpctrain"
     write_digits(cluster.host_path(f"{home}/scaling-digits"))

@@ -11,8 +11,6 @@ from slurm_cluster import REPOSITORY
 
 from tests.helpers import IMAGE_TAR, run_command
 
-pytestmark = pytest.mark.slow
-
 HOME = "/home/alice/hpctrain"
 NAME = "localhost:5000/hpctrain"
 VERSION = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.M)[1]

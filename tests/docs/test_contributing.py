@@ -360,7 +360,6 @@ RUNTIME = """
 """
 
 
-@pytest.mark.slow
 def test_add_a_launcher_and_a_runtime(project, cluster):
     """Both at once, because a job costs ten seconds: a check of four ranks on two nodes."""
     launcher = {

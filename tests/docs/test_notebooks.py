@@ -30,7 +30,6 @@ def test_a_notebook_is_stored_with_small_outputs(path):
     assert not re.search(r"\b1 (ranks|nodes|epochs|steps|examples)\b", path.read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_in_the_image(cluster, few_examples, path):
     folder = f"/home/alice/notebook-{path.stem}"

@@ -63,7 +63,6 @@ def test_what_cannot_be_collected_is_one_line(host):
     assert_refused(collect(host), "--collect")
 
 
-@pytest.mark.slow
 def test_what_was_collected_from_a_node_is_loaded_in_the_image(site):
     """Debian's libfabric1 of the node, with all that it loads; a plugin that stands in for aws-ofi-nccl.
 

@@ -14,8 +14,6 @@ from slurm_cluster import REPOSITORY
 from tests.launch.helpers import HOME, LAUNCHERS, SCRIPT, assert_ended, job, wait
 from tests.launch.test_matrix import FIXTURES, OF_PYXIS, RUNTIMES, list_runtimes, script_of
 
-pytestmark = pytest.mark.slow
-
 PAGE = REPOSITORY / "docs/reference/environment.md"
 BEGIN = "<!-- what tests/launch/test_environment.py saw -->\n"
 ALL = [

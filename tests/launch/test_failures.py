@@ -25,8 +25,6 @@ from tests.launch.helpers import (
     wait_until_idle,
 )
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", autouse=True)
 def start_slow_jobs(request):

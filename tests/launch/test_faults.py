@@ -4,8 +4,6 @@ import pytest
 
 from tests.tools.faults import DDP, FAULTS, Experiment
 
-pytestmark = pytest.mark.slow
-
 NAMES = [
     "slurmstepd of a node killed",
     "mpirun's daemon of a node killed",

@@ -34,8 +34,6 @@ from tests.launch.helpers import (
 )
 from tests.tools import warm_start
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", autouse=True)
 def start_slow_jobs(start_in_background):

@@ -16,8 +16,6 @@ from slurm_cluster import REPOSITORY, Cluster
 
 from tests.launch.helpers import HOME, LAUNCHERS, NO_CONTAINER, folder, result, wait
 
-pytestmark = pytest.mark.slow
-
 TRAINERS = ["train_ddp", "train_lightning", "train_horovod"]
 # the scripts of srun that name their runtime
 OF_RUNTIME = {"podman-hpc": ["launch/podman_hpc_ddp.sh"], "bare": ["launch/modules_ddp.sh"]}

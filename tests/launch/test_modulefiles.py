@@ -198,7 +198,6 @@ def test_the_modulefile(prefix, kind):
     assert "sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh" in said
 
 
-@pytest.mark.slow
 def test_a_user_of_the_installation_submits_from_any_folder(sif):
     """With what the modulefile sets, on the cluster; alice has nothing of hpctrain in her home."""
     with Cluster(nodes=2) as cluster:

@@ -230,7 +230,6 @@ def own_sites(site):
     site.exec("login", "sh", "-c", "rm -f launch/sites/toy*.env", user="alice", cwd=HOME)
 
 
-@pytest.mark.slow
 def test_a_job_runs_with_the_file_of_a_slurm_cluster(own_sites):
     text = write(own_sites, "toy")
     assert "\nSITE_DETECT=CLUSTER=hpctrain\n" in text and "offers none pmix cray_shasta pmi2." in text
@@ -239,7 +238,6 @@ def test_a_job_runs_with_the_file_of_a_slurm_cluster(own_sites):
     assert ended.state == "COMPLETED" and "hpctrain: site toy, " in log, log
 
 
-@pytest.mark.slow
 def test_a_job_runs_with_the_file_of_a_pbs_cluster(own_sites):
     """The stand-in of PBS, in a shell that has no Slurm."""
     hide = "for name in sinfo scontrol srun sbatch squeue scancel; do rm -f $HOME/pbs/$name; done"
@@ -255,7 +253,6 @@ def test_a_job_runs_with_the_file_of_a_pbs_cluster(own_sites):
     assert job.state == "COMPLETED" and "hpctrain: site toypbs, " in log, log
 
 
-@pytest.mark.slow
 def test_a_job_runs_with_the_file_of_another_slurm_cluster(sif):
     """GPUs in one partition, and no default partition: without its file sbatch refuses the job."""
     if reason := missing():

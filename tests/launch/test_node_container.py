@@ -7,8 +7,6 @@ import pytest
 
 from tests.launch.helpers import HERE, HOME, SCRIPT, assert_ended, wait, wait_until
 
-pytestmark = pytest.mark.slow
-
 # Not the servers of podman-hpc's images: its wrapper of fuse-overlayfs misses the end of a container now and
 # then, on a busy machine, and other tests leave them here.
 LEFT = """

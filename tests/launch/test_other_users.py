@@ -25,7 +25,6 @@ from tests.launch.helpers import (
 )
 from tests.tools import warm_start
 
-pytestmark = pytest.mark.slow
 NODES = ("n1", "n2")
 
 # train_ddp, in which rank 1 joins when bob has written to the store, and no rank goes on after an epoch until

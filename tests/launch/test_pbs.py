@@ -146,7 +146,6 @@ def test_pbs(cluster):
     assert (folder(cluster, "runs/by pbs") / "result.json").exists()
 
 
-@pytest.mark.slow
 def test_the_default_job_of_pbs_is_on_two_nodes(cluster):
     """Without place=scatter, PBS puts two small chunks on one."""
     number = cluster.qsub("-h", "launch/pbs_ddp.sh", cwd=HOME)
@@ -159,7 +158,6 @@ def lines_of(output):
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["launch/pbs_ddp.sh", "launch/apptainer_torchrun.sh"])
 @pytest.mark.parametrize("agent", ["", "PRTE_MCA_plm_ssh_agent=ssh"])
 def test_ranks_on_each_node_have_a_folder_for_temporary_files(cluster, script, agent):
@@ -176,7 +174,6 @@ def test_ranks_on_each_node_have_a_folder_for_temporary_files(cluster, script, a
         assert (rank["there"], bool(rank["TMPDIR"])) == (by_pbs, by_pbs), output
 
 
-@pytest.mark.slow
 def test_the_next_job_has_the_values_of_the_first_one(cluster):
     folder(cluster, "show.py").write_text(SHOW)
     env = f"""{IN_ENV} LINES=$'one\\ntwo' QUOTE="it's" """
@@ -191,7 +188,6 @@ def test_the_next_job_has_the_values_of_the_first_one(cluster):
     assert all(rank["LINES"] == "one\ntwo" and rank["QUOTE"] == "it's" for rank in seen), log.read_text()
 
 
-@pytest.mark.slow
 def test_a_pbs_job_goes_on_after_its_second_node_has_died(sif):
     """It idled until its walltime, because mpirun waits for the daemon of that node."""
     with Cluster(nodes=3, binds=bare_binds(sif)) as cluster:

@@ -36,8 +36,6 @@ from tests.lightning.test_run_folder import EXAMPLES, run_script
 from tests.lightning.test_run_folder import result as result_of_example
 from tests.tools import warm_start
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", autouse=True)
 def start_slow_jobs(start_in_background):

@@ -15,8 +15,6 @@ from tests.launch.helpers import HOME, folder, job
 from tests.nlp.models.test_tensor_parallel import make_model
 from tests.tools import warm_start
 
-pytestmark = pytest.mark.slow
-
 TASKS = ("classify", "pair", "ner", "qa", "generate")
 # Small, so that scoring takes seconds, but large enough that batches differ between four ranks and one.
 FIVE = {

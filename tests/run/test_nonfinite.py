@@ -101,7 +101,6 @@ def test_stop_names_the_step_the_rank_and_the_examples(tmp_path, trainer):
     assert "use a smaller --lr, or --on-nan skip (no checkpoint was saved before)" in found[0]
 
 
-@pytest.mark.slow
 def test_horovod_skips(cluster):
     """On the cluster, because Horovod is in the image alone."""
     home = "/home/alice/hpctrain"

@@ -48,7 +48,6 @@ def run_in_jupyterlab(browser, token, code):
     return browser.evaluate("document.querySelector('.jp-OutputArea').innerText")
 
 
-@pytest.mark.slow
 @pytest.mark.main_road("| `jupyter.sh` |")
 def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     cluster.host_path(f"{HOME}/beside.py").touch()  # of the notebook
@@ -83,7 +82,6 @@ def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     assert cluster.exec(node, "test", "-e", socket, check=False).returncode != 0
 
 
-@pytest.mark.slow
 def test_in_the_allocation_of_salloc(cluster):
     """Where the site starts the shell of salloc on the compute node, as a step of the job."""
     log = cluster.host_path(f"{HOME}/salloc.log")
@@ -98,7 +96,6 @@ def test_in_the_allocation_of_salloc(cluster):
     assert not list(cluster.host_path(f"{HOME}/runs/salloc").rglob("token"))
 
 
-@pytest.mark.slow
 def test_a_kernel_of_a_hub_runs_in_the_image(cluster):
     written = cluster.exec(
         "login",
@@ -208,7 +205,6 @@ manager.shutdown_kernel()
     return folder
 
 
-@pytest.mark.slow
 def test_a_kernel_in_podman_hpc(cluster, podman_image):
     named = {
         "HPCTRAIN_RUNTIME": "podman-hpc",
@@ -223,7 +219,6 @@ def test_a_kernel_in_podman_hpc(cluster, podman_image):
     ).stdout
 
 
-@pytest.mark.slow
 def test_a_kernel_in_shifter(cluster):
     """With the stand-in: its command line."""
     env = {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}

@@ -182,7 +182,6 @@ def test_a_program_that_ends_or_is_not_there_is_named(tmp_path):
         assert done.returncode == status and text in done.stderr.splitlines()[-1], done
 
 
-@pytest.mark.slow
 def test_a_foreign_server_in_a_job_by_a_port_through_the_login_node(cluster):
     """As at a site that closes ssh to its nodes: the command needs ssh to the login node alone."""
     serve = ["python", "-m", "http.server", "--bind", "127.0.0.1", "{port}"]

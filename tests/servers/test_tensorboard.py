@@ -83,7 +83,6 @@ def test_tensorboard_is_for_its_user_alone(tmp_path):
     assert server.returncode == 0 and not path.parent.exists() and not note.exists()
 
 
-@pytest.mark.slow
 def test_tensorboard_in_a_pbs_job_through_the_command_of_the_log(cluster):
     """By qsub over Slurm.
 

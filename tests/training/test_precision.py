@@ -203,7 +203,6 @@ def test_trainers_agree_bit_for_bit_and_are_near_fp32(whole, tmp_path):
     assert all(value.dtype == torch.float32 for value in weights.values())
 
 
-@pytest.mark.slow
 def test_horovod_has_the_weights_of_ddp(whole, sif, tmp_path):
     """In the image. Its gradients are summed over the ranks before the scaler divides them."""
     write_digits(tmp_path / "digits", train=96, test=32)

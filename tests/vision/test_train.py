@@ -434,7 +434,6 @@ def test_data_parallel_in_one_process(runs, tmp_path):
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "alone", "two"),
     [("train_ddp", 1, 2), ("train_lightning", 1, 2), ("train_horovod", HOROVOD_ALONE, HOROVOD_TWO)],
@@ -464,7 +463,6 @@ def test_resnet50_is_resnet50():
     assert recipe.RECIPES["resnet50"].side == 128
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "launcher"),
     [("train_ddp", 2), ("train_lightning", 2), ("train_fsdp", 2), ("train_horovod", HOROVOD_TWO)],
@@ -486,7 +484,6 @@ def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launc
     assert all(s["step"] == 2 for s in state["state"].values())  # Adam has counted the steps of training only
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -504,7 +501,6 @@ def test_horovod_gives_the_weights_and_metrics_of_ddp_under_every_launcher(runs,
     assert same_metrics(tmp_path / "run", runs / "two")
 
 
-@pytest.mark.slow
 def test_compiled_training_with_horovod_is_that_of_ddp(runs, sif, tmp_path):
     """The CPU image has no compiler: the graphs are made, but not the kernels of C++."""
     code = "import functools, sys, torch; "
@@ -515,7 +511,6 @@ def test_compiled_training_with_horovod_is_that_of_ddp(runs, sif, tmp_path):
     assert same_metrics(tmp_path / "run", runs / "two")
 
 
-@pytest.mark.slow
 def test_the_options_of_horovod(runs, sif, tmp_path):
     """A step of two batches of 16 equals one of 32; 16-bit gradients give a similar loss."""
 

@@ -12,7 +12,6 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
 MEET = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["apptainer", "none"])
 def test_no_rank_of_srun_complains_of_munge(cluster, runtime):
     """srun's PMIx offers munge, which Open MPI's wheel lacks."""
@@ -28,7 +27,6 @@ def test_no_rank_of_srun_complains_of_munge(cluster, runtime):
     assert "-" * 74 not in output, output  # around each of PMIx's complaints
 
 
-@pytest.mark.slow
 def test_ring_and_all_reduce_over_mpi(sif):
     status, output = in_the_image(*MPIRUN, "python", "-m", "hpctrain", "check", MASTER_PORT="29511", **MEET)
     assert status == 0 and "check passed: 2 ranks on 1 host (openmpi)" in output, output
@@ -41,7 +39,6 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", MISMATCHES)
 def test_an_mpi_of_another_version_than_its_mpirun(sif, how):
     """Simulated: the ranks lose the variables that mpirun has set."""

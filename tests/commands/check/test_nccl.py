@@ -315,7 +315,6 @@ def test_gpus_with_a_network_that_nccl_cannot_use(monkeypatch, capsys, fabric, n
         assert text in (str(said.value) if refused else printed)
 
 
-@pytest.mark.slow
 def test_the_image_has_what_nccl_needs_for_infiniband(sif):
     """libibverbs and its drivers, of the cards' maker too."""
     script = "import ctypes; [ctypes.CDLL(f'lib{name}.so.1') for name in ('ibverbs', 'mlx5')]; print('both')"

@@ -264,7 +264,6 @@ def test_one_after_the_other_and_a_trial_that_diverges(tmp_path, monkeypatch, ca
     assert "picture: one/sweep.png" in capfd.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_job_array_on_the_cluster(cluster):
     home = "/home/alice/hpctrain"
     write_digits(cluster.host_path(f"{home}/few"))
